@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates, expert ids and a budget -> chunk counts, for one MoE dispatch. No vLLM here.
+
+Cost of giving expert e of layer l its first k chunks: ``G_e * R[l, e, k]`` with gate energy
+``G_e = sum over the tokens routed to e of gate^2`` (a negative gate counts as 0), minimised exactly
+under a budget of n_active * k_bar chunks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_dpa.kernels import dispatch
+from vllm_dpa.kernels.planes import MIN_CHUNKS
+from vllm_dpa.settings import Mode, Scope
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a layer's allocator knows before routing.
+
+    Attributes:
+        residual: fp32 [E, K + 1], R at index k, already on its lower convex hull; K is the number
+            of resident chunks.
+        mean_residual: fp32 [K + 1], the layer's mean over experts, for mode ``gate_only``.
+    """
+
+    residual: Tensor
+    mean_residual: Tensor
+
+    @classmethod
+    def from_residuals(cls, residual: Tensor, counts: Tensor, max_chunks: int) -> "LayerCost":
+        """Build from a layer of the residual table.
+
+        Args:
+            residual: fp32 [E, 9].
+            counts: int64 [E], calibration tokens; experts without any do not enter the mean.
+            max_chunks: chunks resident, K.
+        """
+        hull = lower_convex_hull(residual[:, : max_chunks + 1])
+        seen = counts > 0
+        return cls(hull, hull[seen].mean(0) if bool(seen.any()) else hull.mean(0))
+
+    @classmethod
+    def without_residuals(cls, num_experts: int, max_chunks: int) -> "LayerCost":
+        """The nominal table 4^-k for every expert: each further bit quarters a rounding error."""
+        nominal = 4.0 ** -torch.arange(max_chunks + 1, dtype=torch.float32)
+        return cls(nominal.expand(num_experts, -1).contiguous(), nominal)
+
+
+def lower_convex_hull(residual: Tensor) -> Tensor:
+    """Greatest convex, non-increasing minorant of R over k = 2..K, per expert.
+
+    A table that rises or bulges in k is measurement noise; on its hull the marginal gains of
+    successive chunks never grow, so that greedy selection by gain is exact.
+
+    Args:
+        residual: fp32 [E, K + 1], index k; entries below k = 2 are not used and kept.
+
+    Returns:
+        fp32 [E, K + 1].
+    """
+    out = residual.clone()
+    table = residual[:, MIN_CHUNKS:].double().cummin(dim=1).values
+    tiers = torch.arange(table.shape[1], dtype=torch.float64)
+    hull = table.clone()
+    for i in range(len(tiers)):
+        for j in range(i + 2, len(tiers)):
+            share = (tiers[i + 1 : j] - tiers[i]) / (tiers[j] - tiers[i])
+            chord = table[:, i, None] * (1 - share) + table[:, j, None] * share
+            hull[:, i + 1 : j] = torch.minimum(hull[:, i + 1 : j], chord)
+    out[:, MIN_CHUNKS:] = hull.float()
+    return out
+
+
+def budget_chunks(n_active: Tensor, k_bar: Tensor, max_chunks: int) -> Tensor:
+    """B = clamp(rint(n * k_bar), n * min, n * max), int64; rint rounds halves to even."""
+    wanted = torch.round(n_active.double() * k_bar.double()).long()
+    return wanted.clamp(n_active * MIN_CHUNKS, n_active * max_chunks)
+
+
+def allocate(
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    cost: LayerCost,
+    k_bar: Tensor,
+    mode: Mode,
+    scope: Scope,
+) -> Tensor:
+    """Chunk counts of one dispatch.
+
+    Args:
+        topk_weights: [T, K] gates as they multiply the expert outputs.
+        topk_ids: integer [T, K]; -1 is padding.
+        cost: the layer's tables.
+        k_bar: float tensor [1], the budget.
+        mode: what the cost is made of; ``uniform`` gives every expert rint(k_bar).
+        scope: ``dispatch`` or ``token``.
+
+    Returns:
+        int64 [E] for scope ``dispatch`` (0 for experts that are not active), int64 [T, K] for scope
+        ``token`` (0 at padding).
+    """
+    num_experts = cost.residual.shape[0]
+    real = topk_ids >= 0
+    ids = topk_ids.long().clamp_min(0)
+    if scope == "dispatch":
+        active = torch.zeros(num_experts, dtype=torch.bool, device=ids.device)
+        active[ids[real]] = True
+        weight = torch.zeros(num_experts, dtype=torch.float64, device=ids.device)
+        energy = _gate_energy(topk_weights, mode).double()
+        weight.index_add_(0, ids[real], energy[real])
+        # Only active experts enter the knapsack; expert order is kept, as the tie rule needs.
+        members = active.nonzero()[:, 0]
+        counts = _solve(
+            weight.float()[None, members], members[None], active[None, members], cost, k_bar, mode
+        )
+        return torch.zeros_like(active, dtype=torch.int64).index_copy_(0, members, counts[0])
+    # The tie rule goes by expert id, so a token's slots are put in that order first.
+    order = torch.where(real, ids, num_experts).argsort(dim=1, stable=True)
+    energy = _gate_energy(topk_weights, mode).gather(1, order)
+    counts = _solve(energy, ids.gather(1, order), real.gather(1, order), cost, k_bar, mode)
+    return torch.zeros_like(counts).scatter_(1, order, counts)
+
+
+def _gate_energy(topk_weights: Tensor, mode: Mode) -> Tensor:
+    gates = topk_weights.float()
+    return torch.ones_like(gates) if mode == "residual_only" else gates.clamp_min(0) ** 2
+
+
+def _solve(
+    energy: Tensor, experts: Tensor, active: Tensor, cost: LayerCost, k_bar: Tensor, mode: Mode
+) -> Tensor:
+    """int64 [B, n] chunk counts of B independent knapsacks over n experts each."""
+    max_chunks = cost.residual.shape[1] - 1
+    if mode == "uniform":
+        k = torch.round(k_bar.double()).long().clamp(MIN_CHUNKS, max_chunks)
+        return torch.where(active, k, 0)
+    if mode == "gate_only":
+        table = cost.mean_residual.expand(*experts.shape, -1)
+    else:
+        table = cost.residual[experts]
+    per_chunk_cost = energy[..., None] * table[..., MIN_CHUNKS:]
+    budget = budget_chunks(active.sum(1), k_bar, max_chunks)
+    return dispatch.knapsack(per_chunk_cost, active, budget, MIN_CHUNKS)
