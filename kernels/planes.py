@@ -121,9 +121,7 @@ class PlaneStack:
         return self.scales[0][expert].float() * 2.0**-j
 
 
-def expert_bytes(
-    rows: int, columns: int, k: int, group_size: int, scale_layout: str
-) -> int:
+def expert_bytes(rows: int, columns: int, k: int, group_size: int, scale_layout: str) -> int:
     """Bytes of one expert matrix [rows, columns] at tier k: planes, scales and offset.
 
     Per weight at group 128: (1.125 k + 0.125) / 8 for ``per_chunk``, (k + 0.25) / 8 for

@@ -113,7 +113,7 @@ def knapsack(cost: Tensor, active: Tensor, budget: Tensor, min_chunks: int) -> T
         pick[i] = torch.where(keep, pick[i], 0)
     counts = torch.zeros(rows, items, dtype=torch.int64, device=cost.device)
     for i in range(items):
-        extra = pick[i].gather(1, spare[:, None])[:, 0]
-        counts[:, i] = torch.where(active[:, i], extra + min_chunks, 0)
-        spare = spare - extra
+        given = pick[i].gather(1, spare[:, None])[:, 0]
+        counts[:, i] = torch.where(active[:, i], given + min_chunks, 0)
+        spare = spare - given
     return counts

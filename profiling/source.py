@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from vllm_dpa.profiling.families import family_of
 
 from vllm_dpa.checkpoint import CONFIG, LayerShape, read_json
 from vllm_dpa.errors import DpaError
-from vllm_dpa.profiling.families import family_of
 from vllm_dpa.safetensors_stream import DTYPES, Spec
 
 INDEX = "model.safetensors.index.json"
@@ -38,7 +38,11 @@ class SourceCheckpoint:
             )
         self._handles: dict[str, Any] = {}
         self.files = self._weight_files()
-        self.file_of = {name: file for file in self.files for name in self._handles[file].keys()}
+        self.file_of = {
+            name: file
+            for file in self.files
+            for name in self._handles[file].keys()  # noqa: SIM118 (not a mapping)
+        }
         self.family = family_of(self.config, list(self.file_of), str(self.path))
         self._expert_names = self._find_experts()
         self.layers = [self._layer_shape(prefix) for prefix in self._expert_names]

@@ -193,8 +193,11 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Write JSON atomically."""
-    text = json.dumps(value, indent=1) + "\n"
-    replace_file(path, lambda partial: partial.write_text(text) and None)
+
+    def write(partial: Path) -> None:
+        partial.write_text(json.dumps(value, indent=1) + "\n")
+
+    replace_file(path, write)
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -343,7 +346,7 @@ class CheckpointReader:
 
     def files_in_use(self) -> list[str]:
         """Chunk files of the first ``max_chunks`` chunks, and the residuals where profiled."""
-        names = []
+        names: list[str] = []
         for chunk in range(self.max_chunks):
             names += chunk_files(self.manifest.layers, self.settings, chunk)
         if RESIDUALS in self.manifest.files:
@@ -353,7 +356,9 @@ class CheckpointReader:
     def _check_size(self, name: str) -> None:
         record = self.manifest.files.get(name)
         if record is None:
-            raise DpaError(f"{self.path / MANIFEST} has no record of {name}; encode the model again")
+            raise DpaError(
+                f"{self.path / MANIFEST} has no record of {name}; encode the model again"
+            )
         path = self.path / name
         try:
             size = path.stat().st_size

@@ -22,10 +22,10 @@ class CheckpointSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    quant_method: Literal["dpa-moe"] = QUANT_METHOD
-    format_version: Literal[1] = FORMAT_VERSION
-    num_chunks: Literal[8] = NUM_CHUNKS
-    min_chunks: Literal[2] = MIN_CHUNKS
+    quant_method: Literal["dpa-moe"] = "dpa-moe"
+    format_version: Literal[1] = 1
+    num_chunks: Literal[8] = 8
+    min_chunks: Literal[2] = 2
     group_size: GroupSize = 128
     scale_layout: ScaleLayout = "per_chunk"
 
@@ -91,17 +91,19 @@ class RuntimeOptions(BaseModel):
         Raises:
             DpaError: an unknown option or a value out of range.
         """
-        where = "--additional-config dpa_moe"
         if not isinstance(additional_config, dict):
             return cls()
+        for key in additional_config:
+            if key.startswith("dpa") and key != "dpa_moe":
+                raise DpaError(f"--additional-config: unknown key {key!r}; did you mean 'dpa_moe'?")
+        where = "--additional-config dpa_moe"
         options = additional_config.get("dpa_moe", {})
         if not isinstance(options, dict):
             raise DpaError(f"{where}: must be an object of options (got {options!r})")
         try:
             return cls.model_validate(options)
         except ValidationError as error:
-            known = ", ".join(cls.model_fields)
-            hint = f"; known options: {known}" if "unknown option" in str(
-                one_line(error, where)
-            ) else ""
-            raise DpaError(f"{one_line(error, where)}{hint}") from None
+            message = str(one_line(error, where))
+            if "unknown option" in message:
+                message += f"; known options: {', '.join(cls.model_fields)}"
+            raise DpaError(message) from None

@@ -5,12 +5,10 @@ Needs no calibration. The start decides: from the greedy one-plane-at-a-time sta
 in a bad local optimum, so both layouts start geometric (scales range/2^j around mid-range).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
 from vllm_dpa.kernels.planes import (
     GEOMETRIC,
     MIN_CHUNKS,
@@ -19,7 +17,7 @@ from vllm_dpa.kernels.planes import (
     PER_CHUNK,
 )
 
-from .codes import best_codes, lower_envelope, code_lines
+from .codes import best_codes, code_lines, lower_envelope
 from .scales import best_geometric_scale, best_scales
 
 # The objective has flattened out by then; more rounds only trade the top tiers for the low ones.
@@ -81,7 +79,6 @@ def fit_groups(
     mask: Tensor,
     weights_of_tiers: Tensor,
     scale_layout: str,
-    advance: Callable[[int], None] | None = None,
 ) -> GroupFit:
     """Fit every group on its own.
 
@@ -90,15 +87,12 @@ def fit_groups(
         mask: float32 [n, G]; 0 where a short group has no column.
         weights_of_tiers: float32 [9].
         scale_layout: ``per_chunk`` or ``geometric``.
-        advance: called with the number of groups done, for progress.
     """
     fit_block = {PER_CHUNK: _fit_per_chunk, GEOMETRIC: _fit_geometric}[scale_layout]
     parts = []
     for begin in range(0, len(weight), BLOCK):
         block = slice(begin, begin + BLOCK)
         parts.append(fit_block(weight[block], mask[block], weights_of_tiers))
-        if advance is not None:
-            advance(len(parts[-1].offset))
     return GroupFit(
         torch.cat([p.codes for p in parts]),
         torch.cat([p.scale for p in parts]),

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an encoded checkpoint holds: bytes, bits per weight and fit quality per tier."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm_dpa.kernels.cpu.fused_moe import TierDecoder
+from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS, NUM_TIERS, PER_CHUNK, num_groups
+from vllm_dpa.profiling.source import SourceCheckpoint
+
+from vllm_dpa.checkpoint import CheckpointReader, LayerShape
+from vllm_dpa.errors import DpaError
+
+
+def inspect(
+    checkpoint: CheckpointReader,
+    source: SourceCheckpoint | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Describe a checkpoint as JSON-able values.
+
+    Args:
+        checkpoint: with all chunks.
+        source: the unencoded model. With it, ``sqnr_db_with_gain`` is measured from the files (as
+            decoded in serving) instead of taken from the manifest, and ``sqnr_db`` likewise without
+            the gains.
+        advance: called with the number of experts done, for progress.
+
+    Returns:
+        ``scale_overhead`` is the share of the scales in codes + scales at k = 8, offsets not
+        counted. ``tiers[].bytes`` and ``bits_per_weight`` count planes, scales and offsets of all
+        routed experts; the gains (27 floats per expert) are ``gain_bytes``.
+
+    Raises:
+        DpaError: ``source`` is not the model that was encoded.
+    """
+    manifest, settings = checkpoint.manifest, checkpoint.settings
+    weights = sum(layer.num_weights for layer in manifest.layers)
+    quality = _manifest_quality(checkpoint) if source is None else _measure(
+        checkpoint, source, advance
+    )  # fmt: skip
+    tiers = []
+    for k in range(MIN_CHUNKS, NUM_TIERS):
+        size = sum(layer.num_experts * layer.expert_bytes(k, settings) for layer in manifest.layers)
+        tiers.append({"k": k, "bytes": size, "bits_per_weight": size * 8 / weights, **quality[k]})
+    return {
+        "format_version": manifest.format_version,
+        "scale_layout": settings.scale_layout,
+        "group_size": settings.group_size,
+        "num_chunks": settings.num_chunks,
+        "scale_overhead": _scale_overhead(checkpoint),
+        "gain_bytes": sum(layer.num_experts * 3 * NUM_TIERS * 4 for layer in manifest.layers),
+        "weights": weights,
+        "tiers": tiers,
+        "layers": [
+            {**layer.model_dump(), "sqnr_db": measured.sqnr_db[MIN_CHUNKS - 1 :]}
+            for layer, measured in zip(manifest.layers, manifest.quality.layers, strict=True)
+        ],
+        "encoder": manifest.encoder,
+        "source": manifest.source,
+        "residuals": manifest.profile,
+    }
+
+
+def _scale_overhead(checkpoint: CheckpointReader) -> float:
+    settings = checkpoint.settings
+    count = NUM_CHUNKS if settings.scale_layout == PER_CHUNK else 1
+    scale_bits = code_bits = 0
+    for layer in checkpoint.manifest.layers:
+        for rows, columns, _ in layer.matrices().values():
+            scale_bits += rows * count * num_groups(columns, settings.group_size) * 16
+            code_bits += rows * columns * NUM_CHUNKS
+    return scale_bits / (scale_bits + code_bits)
+
+
+def _manifest_quality(checkpoint: CheckpointReader) -> dict[int, dict[str, float]]:
+    return {
+        tier.k: {"sqnr_db": tier.sqnr_db, "sqnr_db_with_gain": tier.sqnr_db_with_gain}
+        for tier in checkpoint.manifest.quality.tiers
+    }
+
+
+def _measure(
+    checkpoint: CheckpointReader,
+    source: SourceCheckpoint,
+    advance: Callable[[int], None] | None,
+) -> dict[int, dict[str, float]]:
+    """SQNR per tier from the decoded files and the source weights."""
+    if source.layers != checkpoint.manifest.layers:
+        raise DpaError(
+            f"{source.path} has other MoE layers than {checkpoint.path}; is it the model that was "
+            "encoded?"
+        )
+    power = 0.0
+    error = torch.zeros(2, NUM_TIERS, dtype=torch.float64)
+    for layer in checkpoint.manifest.layers:
+        for expert_power, expert_error in _layer_errors(checkpoint, source, layer):
+            power += expert_power
+            error += expert_error
+            if advance is not None:
+                advance(1)
+    db = [[10 * math.log10(power / max(float(e), 1e-300)) for e in row] for row in error]
+    return {
+        k: {"sqnr_db": db[0][k], "sqnr_db_with_gain": db[1][k]}
+        for k in range(MIN_CHUNKS, NUM_TIERS)
+    }
+
+
+def _layer_errors(
+    checkpoint: CheckpointReader, source: SourceCheckpoint, layer: LayerShape
+) -> list[tuple[float, Tensor]]:
+    """Per expert: power of its weights, and squared error without and with gain, float64 [2, 9]."""
+    stacks = checkpoint.read_layer(layer.prefix)
+    out = []
+    for expert in range(layer.num_experts):
+        power, error = 0.0, torch.zeros(2, NUM_TIERS, dtype=torch.float64)
+        for weight, stack in zip(source.expert(layer.prefix, expert), stacks, strict=True):
+            target, decoder = weight.float(), TierDecoder(stack, expert)
+            power += float(target.double().square().sum())
+            for k in range(MIN_CHUNKS, NUM_TIERS):
+                decoded = decoder.advance(k)
+                gain = stack.gain[expert, :, k].repeat_interleave(stack.rows // stack.gain.shape[1])
+                error[0, k] += (target - decoded / gain[:, None]).double().square().sum()
+                error[1, k] += (target - decoded).double().square().sum()
+        out.append((power, error))
+    return out

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``vllm-dpa`` command. Heavy imports wait for the command that needs them."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from pydantic import BaseModel, ValidationError
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from vllm_dpa import __version__
+from vllm_dpa.errors import DpaError, one_line
+
+app = typer.Typer(
+    name="vllm-dpa",
+    help="Encode Mixture-of-Experts models so that expert precision is a run-time decision.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+# Results go to stdout, progress and messages to stderr, so that --json can be piped.
+console = Console()
+log = Console(stderr=True)
+
+
+class Layout(StrEnum):
+    per_chunk = "per_chunk"
+    geometric = "geometric"
+
+
+class ScopeName(StrEnum):
+    dispatch = "dispatch"
+    token = "token"
+
+
+Options = TypeVar("Options", bound=BaseModel)
+
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of an encoded model.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+WindowOption = Annotated[int, typer.Option(help="Tokens per sequence that the text is cut into.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vllm-dpa {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("encode")
+def encode_command(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face MoE model.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
+    scale_layout: Annotated[
+        Layout,
+        typer.Option(help="One scale per chunk and group, or one per group, halved per chunk."),
+    ] = Layout.per_chunk,
+    group_size: Annotated[
+        int, typer.Option(help="Input columns that share a scale: 32, 64 or 128.")
+    ] = 128,
+    tier_exponent: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=2.0,
+            help="Larger favours many chunks (k = 8), smaller favours few (k = 2).",
+        ),
+    ] = 0.5,
+) -> None:
+    """Encode the routed experts of MODEL into OUT, which `vllm serve OUT` then serves."""
+    from vllm_dpa.profiling.encode import EncodeOptions, encode
+    from vllm_dpa.profiling.source import SourceCheckpoint
+
+    options = _options(
+        EncodeOptions,
+        scale_layout=scale_layout.value,
+        group_size=group_size,
+        tier_exponent=tier_exponent,
+    )
+    weights = sum(layer.num_weights for layer in SourceCheckpoint(model).layers)
+    with _progress("encoding weights", weights) as advance:
+        manifest = encode(model, out, options, advance)
+    quality = ", ".join(f"k={t.k} {t.sqnr_db:.1f}" for t in manifest.quality.tiers)
+    log.print(f"{out}: {len(manifest.layers)} MoE layers, SQNR in dB: {quality}", soft_wrap=True)
+
+
+@app.command("profile")
+def profile_command(
+    out: OutArgument,
+    reference: Annotated[Path, typer.Option(help="Folder of the model that was encoded.")],
+    calibration: Annotated[Path, typer.Option(help="UTF-8 text like what will be served.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Calibration tokens to use.")] = 8192,
+    window: WindowOption = 256,
+) -> None:
+    """Measure how far every expert's output is off at every number of chunks (mode dpa needs it)."""
+    from vllm_dpa.checkpoint import CheckpointReader
+    from vllm_dpa.profiling.reference_model import ReferenceModel
+    from vllm_dpa.profiling.residuals import ProfileOptions, profile
+
+    options = _options(ProfileOptions, max_tokens=max_tokens, window=window)
+    checkpoint = CheckpointReader(out)
+    model = ReferenceModel.load(reference)
+    experts = sum(layer.num_experts for layer in checkpoint.manifest.layers)
+    with _progress("profiling experts", experts) as advance:
+        residuals, record = profile(checkpoint, model, calibration, options, advance)
+    checkpoint.write_residuals(residuals, record)
+    alone = sum(len(experts) for experts in record["fallback_experts"].values())
+    note = f"; {alone} experts saw no token and were measured on others' tokens" if alone else ""
+    log.print(f"{out}: residuals from {record['calibration_tokens']} tokens{note}", soft_wrap=True)
+
+
+@app.command("inspect")
+def inspect_command(
+    out: OutArgument,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every file with its SHA-256.")
+    ] = False,
+    reference: Annotated[
+        Path | None, typer.Option(help="Measure SQNR again, against this unencoded model.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what OUT holds: bytes, bits per weight and signal-to-noise ratio per tier."""
+    from vllm_dpa.checkpoint import CheckpointReader
+    from vllm_dpa.profiling.inspection import inspect
+    from vllm_dpa.profiling.source import SourceCheckpoint
+
+    checkpoint = CheckpointReader(out)
+    files = checkpoint.manifest.files
+    if verify:
+        with _progress("verifying bytes", sum(f.size for f in files.values())) as advance:
+            checkpoint.verify_hashes(list(files), advance)
+    source = None if reference is None else SourceCheckpoint(reference)
+    experts = sum(layer.num_experts for layer in checkpoint.manifest.layers)
+    with _progress("measuring experts", experts if source else 0) as advance:
+        facts = inspect(checkpoint, source, advance)
+    if as_json:
+        _print_json(facts)
+        return
+    table = Table(title=f"{facts['scale_layout']} scales, groups of {facts['group_size']}, "
+                        f"{len(facts['layers'])} MoE layers")  # fmt: skip
+    for column in ("k", "MiB", "bits per weight", "SQNR dB", "SQNR dB with gain"):
+        table.add_column(column, justify="right")
+    for t in facts["tiers"]:
+        table.add_row(
+            str(t["k"]),
+            f"{t['bytes'] / 2**20:.1f}",
+            f"{t['bits_per_weight']:.3f}",
+            f"{t['sqnr_db']:.1f}",
+            f"{t['sqnr_db_with_gain']:.1f}",
+        )
+    console.print(table)
+    console.print(f"scale overhead {100 * facts['scale_overhead']:.1f} %")
+    profiled = facts["residuals"]
+    console.print(
+        f"residuals from {profiled['calibration_tokens']} tokens"
+        if profiled
+        else "no residuals: run vllm-dpa profile, or serve with mode gate_only or uniform"
+    )
+    if verify:
+        console.print(f"{len(files)} files verified")
+
+
+@app.command("evaluate")
+def evaluate_command(
+    out: OutArgument,
+    reference: Annotated[Path, typer.Option(help="Folder of the model that was encoded.")],
+    text: Annotated[Path, typer.Option(help="UTF-8 text that the model has not seen.")],
+    k_bar: Annotated[
+        str, typer.Option(metavar="K,K,..", help="Budgets: mean chunks per active expert, 2 to 8.")
+    ] = "2,3,4",
+    modes: Annotated[
+        str, typer.Option(metavar="MODE,..", help="dpa, uniform, gate_only, residual_only.")
+    ] = "uniform,dpa",
+    scope: Annotated[
+        ScopeName, typer.Option(help="One budget per dispatch, or one per token.")
+    ] = ScopeName.dispatch,
+    dispatch_tokens: Annotated[
+        int, typer.Option(min=1, help="Consecutive tokens that form one dispatch.")
+    ] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to use.")] = 4096,
+    window: WindowOption = 256,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare OUT with full precision on a text: KL divergence, perplexity, bytes per token."""
+    from vllm_dpa.checkpoint import CheckpointReader
+    from vllm_dpa.profiling.evaluate import EvaluateOptions, evaluate
+    from vllm_dpa.profiling.reference_model import ReferenceModel
+
+    options = _options(
+        EvaluateOptions,
+        modes=_list(modes, "--modes"),
+        k_bars=_numbers(k_bar, "--k-bar"),
+        scope=scope.value,
+        dispatch_tokens=dispatch_tokens,
+        max_tokens=max_tokens,
+        window=window,
+    )
+    checkpoint = CheckpointReader(out)
+    model = ReferenceModel.load(reference)
+    windows = len(model.windows(text, window, max_tokens))
+    with _progress(
+        "evaluating sequences", windows * len(options.modes) * len(options.k_bars)
+    ) as advance:
+        report = evaluate(checkpoint, model, text, options, advance)
+    if as_json:
+        _print_json(report.as_json())
+        return
+    table = Table(
+        title=f"{report.tokens} tokens; full precision has perplexity "
+        f"{report.reference_perplexity:.3f}; scope {scope.value}"
+        + (f", dispatches of {dispatch_tokens} tokens" if scope is ScopeName.dispatch else "")
+    )
+    for column in ("mode", "k-bar", "KL (nats)", "± 95 %", "perplexity", "KiB read per token"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for row in report.rows:
+        table.add_row(
+            row.mode,
+            f"{row.k_bar:g}",
+            f"{row.kl:.5f}",
+            "-" if row.kl_ci95 is None else f"{row.kl_ci95:.5f}",
+            f"{row.perplexity:.3f}",
+            f"{row.bytes_read_per_token / 1024:.0f}",
+        )
+    console.print(table)
+
+
+def _options(kind: type[Options], **values: Any) -> Options:
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        raise one_line(error, "option") from None
+
+
+def _list(text: str, option: str) -> tuple[str, ...]:
+    items = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not items:
+        raise typer.BadParameter("give at least one value", param_hint=option)
+    return items
+
+
+def _numbers(text: str, option: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in _list(text, option))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not a list of numbers like 2,3.5,4", param_hint=option
+        ) from None
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar with the time left, on stderr; silent where that is not a terminal."""
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=log, disable=total == 0 or not log.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda amount: progress.update(task, advance=amount)
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=1))
+
+
+def _fail(message: str) -> NoReturn:
+    log.print(f"vllm-dpa: error: {message}", style="bold red", soft_wrap=True, highlight=False,
+              markup=False)  # fmt: skip
+    sys.exit(1)
+
+
+def main() -> None:
+    """Console entry point: exit code 0, 1 (bad input, or interrupted) or 2 (bad usage)."""
+    try:
+        app()
+    except DpaError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename or 'input/output'}: {error.strerror or error}")

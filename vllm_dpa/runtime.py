@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of one worker process: the options, the budget, and its MoE layers by name."""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_dpa.allocation import LayerCost
+from vllm_dpa.checkpoint import CheckpointReader, LayerShape, Residuals
+from vllm_dpa.errors import DpaError
+from vllm_dpa.kernels.planes import PlaneStack
+from vllm_dpa.settings import Mode, RuntimeOptions
+
+logger = logging.getLogger("vllm.vllm_dpa")
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What ``apply`` needs of one layer: its planes and its cost tables."""
+
+    w13: PlaneStack
+    w2: PlaneStack
+    cost: LayerCost
+
+
+@dataclass
+class WorkerState:
+    """One loaded model.
+
+    Attributes:
+        reader: its checkpoint.
+        options: run-time options.
+        mode: the allocator mode in force; ``gate_only`` where ``dpa`` was asked for without a
+            residual table.
+        residuals: the residual table, if the checkpoint has one.
+        k_bar: float32 [1], the budget; written between steps, read by every dispatch.
+        layers: by vLLM layer name.
+    """
+
+    reader: CheckpointReader
+    options: RuntimeOptions
+    mode: Mode
+    residuals: Residuals | None
+    k_bar: Tensor
+    layers: dict[str, LayerState] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, model: Path, options: RuntimeOptions) -> "WorkerState":
+        """Open and verify a checkpoint; log what will be served.
+
+        Raises:
+            DpaError: see :class:`vllm_dpa.checkpoint.CheckpointReader`.
+        """
+        reader = CheckpointReader(model, options.max_chunks)
+        if options.verify_hashes:
+            reader.verify_hashes()
+        residuals, mode = reader.residuals(), options.mode
+        if residuals is None and mode == "residual_only":
+            raise DpaError(f"{model} has no residuals, which mode residual_only needs")
+        if residuals is None and mode == "dpa":
+            mode = "gate_only"
+            logger.warning(
+                "dpa-moe: %s has no residual table, so mode dpa serves as gate_only; run vllm-dpa "
+                "profile to measure one",
+                model,
+            )
+        state = cls(reader, options, mode, residuals, torch.tensor([options.initial_k_bar]))
+        logger.info(
+            "dpa-moe: %d MoE layers, %s scales in groups of %d, %d of 8 chunks (%.1f MiB of "
+            "experts), k_bar %g, mode %s, scope %s",
+            len(reader.layers),
+            reader.settings.scale_layout,
+            reader.settings.group_size,
+            options.max_chunks,
+            state.expert_bytes() / 2**20,
+            float(state.k_bar),
+            mode,
+            options.scope,
+        )
+        return state
+
+    def expert_bytes(self) -> int:
+        """Resident bytes of all routed experts."""
+        settings, chunks = self.reader.settings, self.options.max_chunks
+        return sum(
+            layer.num_experts * layer.expert_bytes(chunks, settings)
+            for layer in self.reader.manifest.layers
+        )
+
+    def add_layer(self, shape: LayerShape, w13: PlaneStack, w2: PlaneStack) -> None:
+        """Make a loaded layer available to ``apply``."""
+        if self.residuals is None:
+            cost = LayerCost.without_residuals(shape.num_experts, self.options.max_chunks)
+        else:
+            index = list(self.reader.layers).index(shape.prefix)
+            experts = slice(0, shape.num_experts)
+            cost = LayerCost.from_residuals(
+                self.residuals.r[index, experts],
+                self.residuals.counts[index, experts],
+                self.options.max_chunks,
+            )
+        self.layers[shape.prefix] = LayerState(w13, w2, cost)
+
+
+_STATE: WorkerState | None = None
+
+
+def open_worker(model: Path, options: RuntimeOptions) -> WorkerState:
+    """The worker's state, made anew when a model is built in this process."""
+    global _STATE
+    _STATE = WorkerState.open(model, options)
+    return _STATE
+
+
+def worker() -> WorkerState:
+    """The state of the model in this process."""
+    if _STATE is None:
+        raise RuntimeError("no dpa-moe model was built in this process")
+    return _STATE
