@@ -5,6 +5,7 @@ Work is kept in ``demo/`` and done once; the server runs until Ctrl-C.
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,8 @@ curl http://{HOST}:{PORT}/v1/completions -H 'Content-Type: application/json' -d 
 
 def main() -> None:
     os.chdir(ROOT)
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.default_int_handler)
     ENCODED.parent.mkdir(exist_ok=True)
     _check_port()
     _encode()

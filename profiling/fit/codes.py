@@ -54,54 +54,78 @@ def lower_envelope(slope: Tensor, intercept: Tensor) -> tuple[Tensor, Tensor]:
         ``order[searchsorted(breakpoints, w)]`` is the line that is lowest at w. Lines that are
         nowhere lowest are dropped; the tail is filled with +inf and the last line.
     """
-    slope, order = slope.sort(dim=1)
-    intercept = intercept.gather(1, order)
-    order = order.clone()
-    size = torch.full((len(slope),), slope.shape[1], device=slope.device)
+    hull = _Hull(slope, intercept)
     rows = torch.arange(len(slope), device=slope.device)
     while len(rows):
-        rows, part = _drop_hidden_lines(slope, intercept, order, size, rows)
-        if part is None:
-            break
-    run = slope[:, 1:] - slope[:, :-1]
-    rise = intercept[:, 1:] - intercept[:, :-1]
-    breakpoints = rise / (2 * run)
-    # Two equal lines give 0 / 0: either may serve, so the boundary falls on its predecessor.
-    breakpoints = breakpoints.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    position = torch.arange(breakpoints.shape[1], device=slope.device)
-    breakpoints.masked_fill_(position >= (size - 1)[:, None], torch.inf)
-    return breakpoints.cummax(dim=1).values, order
+        rows = hull.drop_hidden(rows)
+    return hull.breakpoints(), hull.order
 
 
-def _drop_hidden_lines(
-    slope: Tensor, intercept: Tensor, order: Tensor, size: Tensor, rows: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """One pass of hull pruning over ``rows``, in place; returns the rows that changed.
+class _Hull:
+    """Points (slope, intercept) per row, sorted by slope, being thinned to their lower hull.
 
-    A point (slope, intercept) strictly above the chord of its neighbours is on no lower hull, so all
-    such points may go at once.
+    Row r holds ``size[r]`` points with strictly ascending slopes, then copies of the last one.
     """
-    m, q, o, count = slope[rows], intercept[rows], order[rows], size[rows]
-    left = (q[:, 1:-1] - q[:, :-2]) * (m[:, 2:] - m[:, 1:-1])
-    right = (q[:, 2:] - q[:, 1:-1]) * (m[:, 1:-1] - m[:, :-2])
-    position = torch.arange(1, m.shape[1] - 1, device=m.device)
-    hidden = (left > right) & (position < (count - 1)[:, None])
-    changed = hidden.any(1)
-    if not bool(changed.any()):
-        return rows[:0], None
-    rows, m, q, o, count = rows[changed], m[changed], q[changed], o[changed], count[changed]
-    keep = torch.ones_like(m, dtype=torch.bool)
-    keep[:, 1:-1] = ~hidden[changed]
-    keep &= torch.arange(m.shape[1], device=m.device) < count[:, None]
-    count = keep.sum(1)
-    # Stable compaction: kept entries first, then copies of the last one.
-    source = torch.argsort((~keep).to(torch.uint8), dim=1, stable=True)
-    last = source.gather(1, (count - 1)[:, None])
-    tail = torch.arange(m.shape[1], device=m.device) >= count[:, None]
-    source = torch.where(tail, last, source)
-    slope[rows], intercept[rows] = m.gather(1, source), q.gather(1, source)
-    order[rows], size[rows] = o.gather(1, source), count
-    return rows, keep
+
+    def __init__(self, slope: Tensor, intercept: Tensor) -> None:
+        self.slope, self.order = slope.sort(dim=1)
+        self.intercept = intercept.gather(1, self.order)
+        self.size = torch.full((len(slope),), slope.shape[1], device=slope.device)
+        tied = torch.nonzero((self.slope[:, 1:] == self.slope[:, :-1]).any(1))[:, 0]
+        if len(tied):
+            self._merge_equal_slopes(tied, slope[tied], intercept[tied])
+
+    def _merge_equal_slopes(self, rows: Tensor, slope: Tensor, intercept: Tensor) -> None:
+        """Of lines with equal slopes keep the lowest (a group with zero scales has many)."""
+        by_intercept = intercept.sort(dim=1)[1]
+        by_slope = slope.gather(1, by_intercept).sort(dim=1, stable=True)[1]
+        order = by_intercept.gather(1, by_slope)
+        self.order[rows] = order
+        self.slope[rows] = slope.gather(1, order)
+        self.intercept[rows] = intercept.gather(1, order)
+        keep = torch.ones_like(order, dtype=torch.bool)
+        keep[:, 1:] = self.slope[rows, 1:] != self.slope[rows, :-1]
+        self._keep(rows, keep)
+
+    def drop_hidden(self, rows: Tensor) -> Tensor:
+        """One pass over ``rows``; returns those that changed.
+
+        A point strictly above the chord of its neighbours is on no lower hull, so all such points
+        may go at once.
+        """
+        m, q = self.slope[rows], self.intercept[rows]
+        left = (q[:, 1:-1] - q[:, :-2]) * (m[:, 2:] - m[:, 1:-1])
+        right = (q[:, 2:] - q[:, 1:-1]) * (m[:, 1:-1] - m[:, :-2])
+        position = torch.arange(1, m.shape[1] - 1, device=m.device)
+        hidden = (left > right) & (position < (self.size[rows] - 1)[:, None])
+        changed = hidden.any(1)
+        rows, hidden = rows[changed], hidden[changed]
+        if len(rows):
+            keep = torch.arange(m.shape[1], device=m.device) < self.size[rows, None]
+            keep[:, 1:-1] &= ~hidden
+            self._keep(rows, keep)
+        return rows
+
+    def _keep(self, rows: Tensor, keep: Tensor) -> None:
+        """Move the kept points of ``rows`` to the front and fill up with copies of the last one."""
+        size = keep.sum(1)
+        source = torch.argsort((~keep).to(torch.uint8), dim=1, stable=True)
+        last = source.gather(1, (size - 1)[:, None])
+        position = torch.arange(keep.shape[1], device=keep.device)
+        source = torch.where(position < size[:, None], source, last)
+        for table in (self.slope, self.intercept, self.order):
+            table[rows] = table[rows].gather(1, source)
+        self.size[rows] = size
+
+    def breakpoints(self) -> Tensor:
+        """float32 [n, L - 1]; +inf past the last line of a row."""
+        run = self.slope[:, 1:] - self.slope[:, :-1]
+        rise = self.intercept[:, 1:] - self.intercept[:, :-1]
+        position = torch.arange(run.shape[1], device=run.device)
+        present = position < (self.size - 1)[:, None]
+        ratio = torch.where(present, rise / (2 * run), torch.inf)
+        # Rounding may leave neighbours out of order by an ulp.
+        return ratio.cummax(dim=1).values
 
 
 def best_codes(weight: Tensor, offset: Tensor, scale: Tensor, tier_weights: Tensor) -> Tensor:
