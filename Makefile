@@ -8,7 +8,7 @@ help:
 	@echo "make lint   ruff and mypy"
 
 env:
-	@packaging/make_env.sh
+	@cpu_env/make.sh
 
 demo: env
 	@.venv/bin/python examples/demo.py

@@ -23,7 +23,7 @@ START_TIMEOUT_S = 600
 
 REQUEST = f"""\
 curl http://{HOST}:{PORT}/v1/completions -H 'Content-Type: application/json' -d '{{
-  "model": "tiny-moe", "prompt": "The database server", "max_tokens": 32, "temperature": 0}}'"""
+  "model": "tiny-moe", "prompt": "In the beginning God created", "max_tokens": 24, "temperature": 0}}'"""
 
 
 def main() -> None:

