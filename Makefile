@@ -13,8 +13,9 @@ env:
 demo: env
 	@.venv/bin/python examples/demo.py
 
+# Passive waiting: the servers under test and the tests share the cores, and spinning threads starve both.
 test: env
-	@.venv/bin/python -m pytest
+	@OMP_WAIT_POLICY=passive .venv/bin/python -m pytest
 
 # mypy does not follow the package-dir mapping of pyproject.toml, so it is shown the layout that a
 # wheel has.

@@ -12,10 +12,6 @@ from typing import Annotated
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_TIERS, PlaneStack
-from vllm_dpa.profiling.fit.matrix import MatrixFit, assemble, cut_groups
-from vllm_dpa.profiling.fit.stage_a import fit_groups, tier_weights
-from vllm_dpa.profiling.source import INDEX, SourceCheckpoint
 
 from vllm_dpa import __version__
 from vllm_dpa.checkpoint import (
@@ -31,6 +27,10 @@ from vllm_dpa.checkpoint import (
     write_json,
 )
 from vllm_dpa.errors import DpaError
+from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_TIERS, PlaneStack
+from vllm_dpa.profiling.fit.matrix import MatrixFit, assemble, cut_groups
+from vllm_dpa.profiling.fit.stage_a import fit_groups, tier_weights
+from vllm_dpa.profiling.source import INDEX, SourceCheckpoint
 from vllm_dpa.safetensors_stream import SafetensorsStream
 from vllm_dpa.settings import FORMAT_VERSION, CheckpointSettings, GroupSize, ScaleLayout
 

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from vllm_dpa.kernels import dispatch
-from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS, NUM_TIERS, PlaneStack
-from vllm_dpa.profiling.reference_model import ExpertsForward, ReferenceModel
 
 from vllm_dpa.allocation import LayerCost, allocate
 from vllm_dpa.checkpoint import CheckpointReader, LayerShape
 from vllm_dpa.errors import DpaError
+from vllm_dpa.kernels import dispatch
+from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS, NUM_TIERS, PlaneStack
+from vllm_dpa.profiling.reference_model import ExpertsForward, ReferenceModel
 from vllm_dpa.settings import CheckpointSettings, Mode, Scope
 
 BATCH_WINDOWS = 16

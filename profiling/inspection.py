@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm_dpa.kernels.cpu.fused_moe import TierDecoder
-from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS, NUM_TIERS, PER_CHUNK, num_groups
-from vllm_dpa.profiling.source import SourceCheckpoint
 
 from vllm_dpa.checkpoint import CheckpointReader, LayerShape
 from vllm_dpa.errors import DpaError
+from vllm_dpa.kernels.cpu.fused_moe import TierDecoder
+from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS, NUM_TIERS, PER_CHUNK, num_groups
+from vllm_dpa.profiling.source import SourceCheckpoint
 
 
 def inspect(

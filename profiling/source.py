@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from vllm_dpa.profiling.families import family_of
 
 from vllm_dpa.checkpoint import CONFIG, LayerShape, read_json
 from vllm_dpa.errors import DpaError
+from vllm_dpa.profiling.families import family_of
 from vllm_dpa.safetensors_stream import DTYPES, Spec
 
 INDEX = "model.safetensors.index.json"

@@ -3,6 +3,7 @@
 (gates, residuals, ids) and on nothing else (batch mates, order, the scale of the gates)."""
 
 import dataclasses
+import itertools
 from typing import get_args
 
 import pytest
@@ -79,15 +80,16 @@ def routings(draw: st.DrawFn) -> Routing:
     seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     ids = torch.rand(tokens, experts, generator=seed).argsort(1)[:, :top_k]
     padding = torch.rand(tokens, top_k, generator=seed) < draw(st.sampled_from([0, 0.2, 0.7, 1]))
-    gates = torch.randint(-16, 65, (tokens, top_k), generator=seed) / 64
+    gates = torch.randint(-32, 65, (tokens, top_k), generator=seed) / 64
     table = torch.rand(experts, NUM_CHUNKS + 1, generator=seed) * 4.0 ** -torch.arange(9.0)
     calibrated = torch.randint(0, 3, (experts,), generator=seed)
     cost = LayerCost.from_residuals(table, calibrated, max_chunks)
-    k_bar = draw(st.floats(2, 8, width=32))
+    # Multiples of 1/2 also meet budgets that are halves, which round to even.
+    k_bar = draw(st.floats(2, 8, width=32) | st.integers(4, 16).map(lambda halves: halves / 2))
     return Routing(gates, ids.masked_fill(padding, -1), cost, k_bar)
 
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=40, deadline=None)
 
 
 # --- budgets ---
@@ -303,6 +305,59 @@ def test_harder_expert_gets_more_chunks(scope: Scope) -> None:
     for mode in ("dpa", "residual_only"):
         low, high, middle = allocate(gates, ids, cost, budget(4.0), mode, scope).flatten().tolist()
         assert low < middle < high
+
+
+@both_scopes
+@pytest.mark.parametrize("mode", ["dpa", "gate_only"])
+def test_gates_weigh_by_their_square(scope: Scope, mode: Mode) -> None:
+    # 16 times the gate is 256 = 4^4 times the energy: four chunks more. By the gate itself, two.
+    cost = LayerCost.without_residuals(2, NUM_CHUNKS)
+    gates, ids = torch.tensor([[0.8, 0.05]]), torch.tensor([[0, 1]])
+    assert allocate(gates, ids, cost, budget(4.0), mode, scope).flatten().tolist() == [6, 2]
+
+
+def least_cost(energy: Tensor, residual: Tensor, chunks: int) -> float:
+    """Lowest sum of energy * residual[k] with k summing to ``chunks``, by trying all."""
+    ks = range(MIN_CHUNKS, residual.shape[1])
+    table = energy.double()[:, None] * residual.double()
+    return min(
+        (
+            sum(float(table[i, k]) for i, k in enumerate(counts))
+            for counts in itertools.product(ks, repeat=len(energy))
+            if sum(counts) == chunks
+        ),
+        default=0.0,
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    experts=st.integers(1, 3),
+    tokens=st.integers(1, 4),
+    k_bar=st.floats(2, 8, width=32),
+    seed=st.integers(0, 2**31),
+)
+def test_allocation_costs_as_little_as_the_enumerated_optimum(
+    experts: int, tokens: int, k_bar: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    gates = torch.rand(tokens, experts, generator=generator)
+    ids = torch.rand(tokens, experts, generator=generator).argsort(1)
+    table = torch.rand(experts, 9, generator=generator) * 4.0 ** -torch.arange(9.0)
+    cost = LayerCost.from_residuals(table, torch.ones(experts), NUM_CHUNKS)
+    chunks = expected_chunks(experts, k_bar, NUM_CHUNKS)
+
+    routing = Routing(gates, ids, cost, k_bar)
+    energy = torch.zeros(experts, dtype=torch.float64)
+    energy.index_add_(0, ids.flatten(), gates.double().flatten() ** 2)
+    found = routing.total_cost(routing.counts("dispatch"))
+    assert found == pytest.approx(least_cost(energy, cost.residual, chunks), rel=1e-6)
+
+    counts = routing.counts("token")
+    for t in range(tokens):
+        energy, residual = gates[t].double() ** 2, cost.residual[ids[t]]
+        found = float((energy * residual.double().gather(1, counts[t, :, None])[:, 0]).sum())
+        assert found == pytest.approx(least_cost(energy, residual, chunks), rel=1e-6)
 
 
 def test_dispatch_adds_up_the_squared_gates_of_all_tokens_of_an_expert() -> None:

@@ -9,6 +9,7 @@ sort by slope once per group, drop the lines that are nowhere lowest, and search
 
 import torch
 from torch import Tensor
+
 from vllm_dpa.kernels.planes import NUM_CHUNKS
 
 NUM_CODES = 2**NUM_CHUNKS

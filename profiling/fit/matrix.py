@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
 from vllm_dpa.kernels.planes import NUM_CHUNKS, NUM_TIERS, num_groups, pack_bits
 
 from .stage_a import GroupFit

@@ -9,6 +9,7 @@ plane j - 1, and ``T(i) = sum_{k >= i} w_k`` (the offset takes part in every tie
 
 import torch
 from torch import Tensor
+
 from vllm_dpa.kernels.planes import NUM_CHUNKS
 
 from .codes import sign_table

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
 from vllm_dpa.kernels.planes import (
     GEOMETRIC,
     MIN_CHUNKS,

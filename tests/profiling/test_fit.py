@@ -445,7 +445,8 @@ def test_group_of_few_distinct_values_is_decoded_well(
     make_rows: Callable[[torch.Generator], Tensor], layout: str, generator: torch.Generator
 ) -> None:
     # Pruned or already quantised weights. Their best planes are collinear, and the scales equal.
-    assert top_tier_error(make_rows(generator), layout) < 2e-2
+    # Geometric scales cannot be equal: they spend their 256 levels evenly over the range.
+    assert top_tier_error(make_rows(generator), layout) < {PER_CHUNK: 2e-2, GEOMETRIC: 4e-2}[layout]
 
 
 # --- matrices ---

@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 
 from vllm_dpa.checkpoint import CheckpointReader
-from vllm_dpa.profiling.encode import EncodeOptions
+from vllm_dpa.profiling.encode import EncodeOptions, encode
 from vllm_dpa.profiling.evaluate import EvaluateOptions, Report, evaluate
 from vllm_dpa.profiling.inspection import inspect
 from vllm_dpa.profiling.reference_model import ReferenceModel
 from vllm_dpa.profiling.source import SourceCheckpoint
 
-MODELS = ["tiny-qwen2moe", "tiny-olmoe"]
 OLMOE_SQNR_DB = {2: 8.6, 3: 14.6, 4: 20.6, 5: 26.4, 6: 31.9, 7: 36.7, 8: 40.2}
 UNIFORM_KL = {2.0: 0.050, 3.0: 0.0120, 4.0: 0.0035}
 REDUCTION = {3.0: 0.35, 4.0: 0.30, 5.0: 0.25}
 
 
-def test_per_chunk_sizes_and_sqnr(encoded: Callable[..., Path]) -> None:
-    facts = inspect(CheckpointReader(encoded("tiny-olmoe", EncodeOptions(tier_exponent=0.25))))
+def test_per_chunk_sizes_and_sqnr(find_model: Callable[[str], Path], tmp_path: Path) -> None:
+    encode(find_model("tiny-olmoe"), tmp_path / "out", EncodeOptions(tier_exponent=0.25))
+    facts = inspect(CheckpointReader(tmp_path / "out"))
     assert facts["scale_overhead"] == pytest.approx(1 / 9)
     for tier in facts["tiers"]:
         assert tier["bits_per_weight"] == 1.125 * tier["k"] + 0.125
@@ -64,7 +64,9 @@ def olmoe_report(
 ) -> Report:
     """Defaults of the encoder; 3,072 tokens that the model was never trained on."""
     text = find_model("tiny-olmoe").parent.parent / "text/heldout.txt"
-    options = EvaluateOptions(scope="token", k_bars=(2, 3, 4, 5), max_tokens=3072)
+    options = EvaluateOptions(
+        scope="token", dispatch_tokens=1, k_bars=(2, 3, 4, 5), max_tokens=3072
+    )
     checkpoint = CheckpointReader(encoded("tiny-olmoe"))
     return evaluate(checkpoint, load_reference("tiny-olmoe"), text, options)
 
@@ -80,7 +82,7 @@ def test_allocation_beats_uniform_at_equal_budget(olmoe_report: Report) -> None:
     for k, reduction in REDUCTION.items():
         uniform, dpa = rows["uniform", k], rows["dpa", k]
         assert dpa.kl <= (1 - reduction) * uniform.kl
-        # Equal chunks are equal bytes only where all experts are alike, as here.
+        # One token a dispatch: equal chunks are then equal bytes.
         assert dpa.bytes_read_per_token == pytest.approx(uniform.bytes_read_per_token)
 
 
@@ -94,7 +96,7 @@ def test_evaluation_in_scope_dispatch(
     load_reference: Callable[[str], ReferenceModel],
     heldout_text: Path,
 ) -> None:
-    """Larger dispatches share reads; one sequence has no confidence interval."""
+    """Larger dispatches share reads; a single sequence has no confidence interval."""
     checkpoint, model = CheckpointReader(encoded("tiny-qwen2moe")), load_reference("tiny-qwen2moe")
     reports = [
         evaluate(

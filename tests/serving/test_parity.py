@@ -141,8 +141,8 @@ def test_server_agrees_with_transformers(
     server = serve(checkpoint, options, "--dtype", "float32", "--no-enable-prefix-caching", *extra)
     model = load_reference(name)
     prompts = [model.tokenizer(text)["input_ids"] for text in PROMPTS]
-    # In scope token batch mates do not matter, so these prompts share their batches.
-    together = len(prompts) if options.get("scope") == "token" else 1
+    # Only in scope dispatch do batch mates change what a token gets.
+    together = 1 if options.get("scope") == "dispatch" else len(prompts)
     with ThreadPoolExecutor(together) as pool:
         answers = list(pool.map(lambda p: server.complete(p, NEW_TOKENS), prompts))
     server.process.terminate()
