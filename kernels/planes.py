@@ -73,6 +73,8 @@ class PlaneStack:
     scale_layout: str
 
     def __post_init__(self) -> None:
+        if not 1 <= len(self.planes) <= NUM_CHUNKS:
+            raise ValueError(f"{len(self.planes)} planes; there are 1 to {NUM_CHUNKS}")
         wanted = len(self.planes) if self.scale_layout == PER_CHUNK else 1
         if self.scale_layout not in SCALE_LAYOUTS:
             raise ValueError(f"scale_layout {self.scale_layout!r} is not one of {SCALE_LAYOUTS}")
@@ -90,6 +92,9 @@ class PlaneStack:
         for plane in self.planes:
             if tuple(plane.shape) != (experts, rows, plane_bytes(self.columns)):
                 raise ValueError(f"plane of shape {tuple(plane.shape)} does not fit the offset")
+        for scale in self.scales:
+            if scale.shape != self.offset.shape:
+                raise ValueError(f"scale of shape {tuple(scale.shape)} does not fit the offset")
         if self.gain.shape[0] != experts or self.gain.shape[-1] != NUM_TIERS:
             raise ValueError(f"gain must be [{experts}, M, {NUM_TIERS}], got {self.gain.shape}")
         if rows % self.gain.shape[1]:

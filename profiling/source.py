@@ -16,7 +16,6 @@ from vllm_dpa.profiling.families import family_of
 from vllm_dpa.safetensors_stream import DTYPES, Spec
 
 INDEX = "model.safetensors.index.json"
-SOURCE_DTYPES = ("BF16", "F16", "F32")
 
 
 class SourceCheckpoint:
@@ -121,6 +120,10 @@ class SourceCheckpoint:
         if name not in self.file_of:
             raise DpaError(f"{self.path}: tensor {name} is missing; download the model again")
         part = self._handles[self.file_of[name]].get_slice(name)
+        if part.get_dtype() not in DTYPES:
+            raise DpaError(
+                f"{self.path}: {name} has dtype {part.get_dtype()}, which is not supported"
+            )
         return DTYPES[part.get_dtype()], tuple(part.get_shape())
 
     def tensor(self, name: str) -> Tensor:

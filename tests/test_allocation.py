@@ -372,7 +372,7 @@ def test_dispatch_adds_up_the_squared_gates_of_all_tokens_of_an_expert() -> None
 
 
 def tied_cost(experts: int) -> LayerCost:
-    """Every chunk of every expert gains the same: any allocation that meets the budget is optimal."""
+    """Every chunk of every expert gains the same: all allocations of a budget are optimal."""
     residual = torch.arange(8.0, -1, -1).expand(experts, 9).contiguous()
     return LayerCost(residual, residual[0].clone())
 

@@ -33,7 +33,7 @@ GAUSSIAN_SQNR = {
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tensors here are small: on busy cores, threads that wait for each other cost 20 times more."""
+    """Tensors are small: on busy cores, threads that wait for each other cost 20 times more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
