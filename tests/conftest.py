@@ -2,10 +2,11 @@
 """Models, texts and encoded checkpoints shared by all tests; each is made once per session."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm_dpa.checkpoint import CheckpointReader
 from vllm_dpa.profiling.encode import EncodeOptions, encode
@@ -28,6 +29,15 @@ def model_path(name: str) -> Path:
     if not path.is_dir():
         pytest.skip(f"{name} is not here: it lives in ../shared/models, beside the repository")
     return path
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests of tiny tensors: threads that wait for each other on busy cores cost 20 times more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

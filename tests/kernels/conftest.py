@@ -3,7 +3,7 @@
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,16 +75,7 @@ def make_stack(generator: torch.Generator) -> StackFactory:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors here are tiny: on busy cores, threads that wait for each other cost 20 times more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def uninitialised_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def uninitialised_memory_is_nan(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     """Whatever reads memory before writing it gets NaN, instead of zeros by luck."""
 
     def poisoned(real: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -2,7 +2,7 @@
 """Stage A of the encoder: both half-steps are optimal, alternating them descends, the fit reaches
 the documented quality, degenerate groups stay sound, and the gains make every tier unbiased."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,19 +25,12 @@ from vllm_dpa.profiling.fit.stage_a import HALVINGS, GroupFit, fit_groups, tier_
 
 # SQNR in dB of tiers 2..6 on Gaussian groups of 128, w = E^-0.25: the table in the design's
 # research on encoders, measured there with a prototype of its own.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GAUSSIAN_SQNR = {
     PER_CHUNK: [8.63, 14.7, 20.6, 26.4, 31.8],
     GEOMETRIC: [8.59, 14.5, 20.4, 25.9, 30.6],
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: on busy cores, threads that wait for each other cost 20 times more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
