@@ -29,14 +29,14 @@ find_python() {
 }
 
 stamp=.venv/vllm-dpa-env
-wanted=$(cat pyproject.toml cpu_env/make.sh cpu_env/distributions/*/pyproject.toml | cksum)
+wanted=$(cat pyproject.toml setup.py kernels/cpu/csrc/* cpu_env/make.sh cpu_env/distributions/*/pyproject.toml | cksum)
 if [ -x .venv/bin/vllm-dpa ] && [ "$(cat $stamp 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
 
 python=$(find_python) || fail "Python 3.11 or 3.12 is missing; install it, or run: make env PYTHON=/its/path"
 command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
-    fail "a C++ compiler is missing (vLLM compiles kernels at start); install g++ or clang"
+    fail "a C++ compiler is missing; install g++ or clang"
 "$python" -m venv --help >/dev/null 2>&1 && "$python" -c 'import ensurepip' 2>/dev/null ||
     fail "$python has no venv module; install it (on Debian: apt-get install python3-venv)"
 

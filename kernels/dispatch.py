@@ -3,8 +3,8 @@
 
 from torch import Tensor
 
-from . import reference
 from .cpu import fused_moe as cpu_fused_moe
+from .cpu import native
 from .planes import PlaneStack
 
 
@@ -21,13 +21,22 @@ def fused_moe(
     Raises:
         NotImplementedError: no kernel for the device of ``x``.
     """
-    if x.device.type != "cpu":
-        raise NotImplementedError(
-            f"vllm-dpa has no fused-MoE kernel for device type {x.device.type!r} yet; use the CPU"
-        )
+    _require_cpu(x)
     return cpu_fused_moe.fused_moe(x, w13, w2, topk_weights, topk_ids, chunk_counts)
 
 
 def knapsack(cost: Tensor, active: Tensor, budget: Tensor, min_chunks: int) -> Tensor:
-    """Chunk counts int64 [B, n]; arguments as in :func:`.reference.knapsack`."""
-    return reference.knapsack(cost, active, budget, min_chunks)
+    """Chunk counts int64 [B, n]; arguments as in :func:`.reference.knapsack`, cost in float32.
+
+    Raises:
+        NotImplementedError: no kernel for the device of ``cost``.
+    """
+    _require_cpu(cost)
+    return native.knapsack(cost, active, budget, min_chunks)
+
+
+def _require_cpu(tensor: Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise NotImplementedError(
+            f"vllm-dpa has no kernels for device type {tensor.device.type!r} yet; use the CPU"
+        )

@@ -90,12 +90,8 @@ def knapsack(cost: Tensor, active: Tensor, budget: Tensor, min_chunks: int) -> T
         ValueError: a budget that its active items cannot meet.
     """
     rows, items, choices = cost.shape
-    n_active = active.sum(1)
-    spare = budget - n_active * min_chunks  # chunks beyond the minimum, to be handed out
-    if bool(((spare < 0) | (spare > n_active * (choices - 1))).any()):
-        raise ValueError(
-            f"budget outside n_active * [{min_chunks}, {min_chunks + choices - 1}] in some row"
-        )
+    check_budget(active, budget, min_chunks, choices)
+    spare = budget - active.sum(1) * min_chunks  # chunks beyond the minimum, to be handed out
     width = int(spare.max()) + 1 if rows else 1
     tail = torch.full((rows, width), INFINITY, dtype=cost.dtype, device=cost.device)
     tail[:, 0] = 0
@@ -117,3 +113,13 @@ def knapsack(cost: Tensor, active: Tensor, budget: Tensor, min_chunks: int) -> T
         counts[:, i] = torch.where(active[:, i], given + min_chunks, 0)
         spare = spare - given
     return counts
+
+
+def check_budget(active: Tensor, budget: Tensor, min_chunks: int, choices: int) -> None:
+    """Raise ValueError unless every row's active items can meet its budget."""
+    n_active = active.sum(1)
+    low, high = n_active * min_chunks, n_active * (min_chunks + choices - 1)
+    if bool(((budget < low) | (budget > high)).any()):
+        raise ValueError(
+            f"budget outside n_active * [{min_chunks}, {min_chunks + choices - 1}] in some row"
+        )

@@ -41,6 +41,7 @@ def test_wheel_has_every_module(wheel: Path) -> None:
         for path in (ROOT / folder).rglob("*.py"):
             assert f"{package}/{path.relative_to(ROOT / folder)}" in shipped
     assert "vllm_dpa/py.typed" in shipped
+    assert "vllm_dpa/kernels/cpu/_native.abi3.so" in shipped
     assert any(name.endswith("licenses/LICENSE") for name in shipped)
     assert not any(name.startswith(("kernels/", "profiling/", "tests/")) for name in shipped)
 
@@ -91,7 +92,7 @@ def test_offline_tools_do_not_import_vllm(module: str) -> None:
 
 def test_every_source_file_has_its_licence_line() -> None:
     tracked = subprocess.run(
-        ["git", "ls-files", "*.py", "*.sh", "Makefile", "*.toml"],
+        ["git", "ls-files", "*.py", "*.sh", "*.cpp", "*.h", "Makefile", "*.toml"],
         capture_output=True, text=True, cwd=ROOT, check=True,
     ).stdout.split()  # fmt: skip
     assert tracked
