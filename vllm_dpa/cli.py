@@ -236,8 +236,7 @@ def evaluate_command(
         return
     table = Table(
         title=f"{report.tokens} tokens; full precision has perplexity "
-        f"{report.reference_perplexity:.3f}; scope {scope.value}"
-        + (f", dispatches of {dispatch_tokens} tokens" if scope is ScopeName.dispatch else "")
+        f"{report.reference_perplexity:.3f}; scope {scope.value}, dispatch size {dispatch_tokens}"
     )
     for column in ("mode", "k-bar", "KL (nats)", "± 95 %", "perplexity", "KiB read per token"):
         table.add_column(column, justify="left" if column == "mode" else "right")
