@@ -24,7 +24,7 @@ from vllm_dpa.profiling.reference_model import ReferenceModel
 pytestmark = pytest.mark.serve
 
 NEW_TOKENS = 64
-LOGPROB_TOLERANCE = 0.02  # nats, mean over a prompt's tokens
+LOGPROB_TOLERANCE = 1e-4  # nats, mean over a prompt's tokens; 2e-6 was measured
 PROMPTS = [
     "The database server",
     "In the beginning God created the heaven and the earth.",
