@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from packaging.version import Version
-from torch import Tensor
 
 from vllm_dpa.checkpoint import CheckpointReader
 from vllm_dpa.errors import DpaError
@@ -112,7 +111,6 @@ class ExpertsFacts:
     apply_router_weight_on_input: bool
     has_bias: bool
     swiglu_limit: float | None
-    expert_map: Tensor | None
 
 
 def experts_facts(layer: torch.nn.Module) -> ExpertsFacts:
@@ -132,7 +130,6 @@ def experts_facts(layer: torch.nn.Module) -> ExpertsFacts:
         apply_router_weight_on_input=read(layer, "apply_router_weight_on_input"),
         has_bias=read(moe_config, "has_bias"),
         swiglu_limit=read(layer, "swiglu_limit"),
-        expert_map=read(layer, "_expert_map"),
     )
 
 
