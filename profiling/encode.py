@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encode: Hugging Face checkpoint -> DPA checkpoint, one layer in memory at a time."""
 
-import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +26,7 @@ from vllm_dpa.checkpoint import (
 )
 from vllm_dpa.errors import DpaError
 from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_TIERS, PlaneStack
-from vllm_dpa.profiling.fit.matrix import MatrixFit, assemble, cut_groups
+from vllm_dpa.profiling.fit.matrix import ErrorSums, MatrixFit, assemble, cut_groups
 from vllm_dpa.profiling.fit.stage_a import fit_groups, tier_weights
 from vllm_dpa.profiling.source import INDEX, SourceCheckpoint
 from vllm_dpa.safetensors_stream import SafetensorsStream
@@ -53,30 +51,6 @@ class EncodeOptions(BaseModel):
     scale_layout: ScaleLayout = "per_chunk"
     group_size: GroupSize = 128
     tier_exponent: Annotated[float, Field(ge=0, le=2)] = 0.5
-
-
-@dataclass
-class _ErrorSums:
-    """Squared errors per tier and the signal power they compare with, float64 [9] and a number."""
-
-    error: Tensor = field(default_factory=lambda: torch.zeros(NUM_TIERS, dtype=torch.float64))
-    with_gain: Tensor = field(default_factory=lambda: torch.zeros(NUM_TIERS, dtype=torch.float64))
-    power: float = 0.0
-
-    def add(self, other: "_ErrorSums | MatrixFit") -> None:
-        if isinstance(other, MatrixFit):
-            self.error += other.error.sum(0)
-            self.with_gain += other.error_with_gain.sum(0)
-            self.power += float(other.power.sum())
-        else:
-            self.error += other.error
-            self.with_gain += other.with_gain
-            self.power += other.power
-
-    def sqnr_db(self, error: Tensor) -> list[float]:
-        """10 log10(signal / error) of tiers 1..8, rounded to 1e-4 dB."""
-        power = max(self.power, 1e-300)
-        return [round(10 * math.log10(power / max(float(e), 1e-300)), 4) for e in error[1:]]
 
 
 def encode(
@@ -157,15 +131,15 @@ def _encode_layers(
     options: EncodeOptions,
     advance: Callable[[int], None] | None,
 ) -> tuple[list[str], Quality]:
-    total = _ErrorSums()
+    total = ErrorSums()
     layers = []
     with ChunkWriter(out, source.layers, settings) as writer:
         for layer in source.layers:
-            sums = _ErrorSums()
+            sums = ErrorSums()
             w13, w2 = _encode_layer(source, layer, settings, options, sums, advance)
             writer.put(layer, w13, w2)
             layers.append(LayerQuality(prefix=layer.prefix, sqnr_db=sums.sqnr_db(sums.error)))
-            total.add(sums)
+            total.add(sums.error, sums.with_gain, sums.power)
     plain, gained = total.sqnr_db(total.error), total.sqnr_db(total.with_gain)
     tiers = [
         TierQuality(k=k, sqnr_db=plain[k - 1], sqnr_db_with_gain=gained[k - 1])
@@ -179,7 +153,7 @@ def _encode_layer(
     layer: LayerShape,
     settings: CheckpointSettings,
     options: EncodeOptions,
-    sums: _ErrorSums,
+    sums: ErrorSums,
     advance: Callable[[int], None] | None,
 ) -> tuple[PlaneStack, PlaneStack]:
     """Fit a layer expert by expert; returns the planes of all of them."""
@@ -191,7 +165,7 @@ def _encode_layer(
             fit = fit_groups(groups, mask, weights_of_tiers, options.scale_layout)
             _check_range(fit.scale, fit.offset, f"{source.path}: {layer.prefix}, expert {expert}")
             matrix = assemble(weight[None], fit, options.group_size, row_blocks=2 - i)
-            sums.add(matrix)
+            sums.add(matrix.error.sum(0), matrix.error_with_gain.sum(0), float(matrix.power.sum()))
             fits[i].append(matrix)
         if advance is not None:
             advance(layer.num_weights // layer.num_experts)

@@ -4,7 +4,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from vllm_dpa.allocation import LayerCost, allocate
 from vllm_dpa.checkpoint import CheckpointReader, LayerShape
-from vllm_dpa.errors import DpaError
 from vllm_dpa.kernels import dispatch
 from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS, NUM_TIERS, PlaneStack
 from vllm_dpa.profiling.reference_model import ExpertsForward, ReferenceModel
@@ -31,8 +29,6 @@ class EvaluateOptions(BaseModel):
         scope: ``dispatch`` or ``token``.
         dispatch_tokens: consecutive tokens that form one dispatch. In scope ``token`` it does not
             change the result, only how many tokens share the bytes read.
-        max_tokens: tokens of the text to use.
-        window: tokens per sequence.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -41,8 +37,6 @@ class EvaluateOptions(BaseModel):
     k_bars: tuple[Annotated[float, Field(ge=MIN_CHUNKS, le=NUM_CHUNKS)], ...] = (2.0, 3.0, 4.0)
     scope: Scope = "dispatch"
     dispatch_tokens: Annotated[int, Field(ge=1)] = 16
-    max_tokens: Annotated[int, Field(ge=1)] = 4096
-    window: Annotated[int, Field(ge=2)] = 256
 
 
 class Row(BaseModel):
@@ -128,7 +122,7 @@ class _Sums:
 def evaluate(
     checkpoint: CheckpointReader,
     reference: ReferenceModel,
-    text: Path,
+    windows: Tensor,
     options: EvaluateOptions,
     advance: Callable[[int], None] | None = None,
 ) -> Report:
@@ -137,17 +131,15 @@ def evaluate(
     Args:
         checkpoint: the encoded model, with all chunks.
         reference: the model it was encoded from.
-        text: held-out text.
-        options: modes, budgets and amounts.
+        windows: token ids of held-out text, int64 [W, window].
+        options: modes, budgets and dispatches.
         advance: called with the number of (window, row) pairs done, for progress.
 
     Raises:
-        DpaError: the reference does not fit, the text is too short, or a mode needs residuals that
-            the checkpoint does not have.
+        DpaError: the reference does not fit, or a mode needs residuals that the checkpoint does not
+            have.
     """
-    windows = reference.windows(text, options.window, options.max_tokens)
-    layers = [_load_layer(checkpoint, layer, i, options)
-              for i, layer in enumerate(checkpoint.manifest.layers)]  # fmt: skip
+    layers = _load_layers(checkpoint, options)
     shapes = [layer.shape for layer in layers]
     sums = {(mode, k_bar): _Sums() for mode in options.modes for k_bar in options.k_bars}
     reference_nll: list[float] = []
@@ -171,24 +163,21 @@ def evaluate(
     return Report(windows.numel(), _perplexity(reference_nll), rows)
 
 
-def _load_layer(
-    checkpoint: CheckpointReader, layer: LayerShape, index: int, options: EvaluateOptions
-) -> _Layer:
+def _load_layers(checkpoint: CheckpointReader, options: EvaluateOptions) -> list[_Layer]:
+    for mode in options.modes:
+        if mode in ("dpa", "residual_only"):
+            checkpoint.require_residuals(mode)
     residuals = checkpoint.residuals()
-    if residuals is None:
-        needy = [m for m in options.modes if m in ("dpa", "residual_only")]
-        if needy:
-            raise DpaError(
-                f"{checkpoint.path} has no residuals, which mode {needy[0]} needs; run: vllm-dpa "
-                f"profile {checkpoint.path} --reference MODEL --calibration FILE"
-            )
-        cost = LayerCost.without_residuals(layer.num_experts, NUM_CHUNKS)
-    else:
-        part = slice(0, layer.num_experts)
-        cost = LayerCost.from_residuals(
-            residuals.r[index, part], residuals.counts[index, part], NUM_CHUNKS
+    return [
+        _Layer(
+            layer,
+            checkpoint.settings,
+            checkpoint.read_layer(layer.prefix),
+            LayerCost.of_layer(residuals, index, layer.num_experts, NUM_CHUNKS),
+            options,
         )
-    return _Layer(layer, checkpoint.settings, checkpoint.read_layer(layer.prefix), cost, options)
+        for index, layer in enumerate(checkpoint.manifest.layers)
+    ]
 
 
 def _nll(log_probs: Tensor, ids: Tensor) -> list[float]:

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an encoded checkpoint holds: bytes, bits per weight and fit quality per tier."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_dpa.checkpoint import CheckpointReader, LayerShape
+from vllm_dpa.checkpoint import CheckpointReader
 from vllm_dpa.errors import DpaError
 from vllm_dpa.kernels.cpu.fused_moe import TierDecoder
-from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS, NUM_TIERS, PER_CHUNK, num_groups
+from vllm_dpa.kernels.planes import (
+    MIN_CHUNKS,
+    NUM_CHUNKS,
+    NUM_TIERS,
+    PER_CHUNK,
+    PlaneStack,
+    num_groups,
+)
+from vllm_dpa.profiling.fit.matrix import ErrorSums
 from vllm_dpa.profiling.source import SourceCheckpoint
 
 
@@ -94,36 +101,28 @@ def _measure(
             f"{source.path} has other MoE layers than {checkpoint.path}; is it the model that was "
             "encoded?"
         )
-    power = 0.0
-    error = torch.zeros(2, NUM_TIERS, dtype=torch.float64)
+    sums = ErrorSums()
     for layer in checkpoint.manifest.layers:
-        for expert_power, expert_error in _layer_errors(checkpoint, source, layer):
-            power += expert_power
-            error += expert_error
+        stacks = checkpoint.read_layer(layer.prefix)
+        for expert in range(layer.num_experts):
+            for weight, stack in zip(source.expert(layer.prefix, expert), stacks, strict=True):
+                sums.add(*_matrix_errors(weight.float(), stack, expert))
             if advance is not None:
                 advance(1)
-    db = [[10 * math.log10(power / max(float(e), 1e-300)) for e in row] for row in error]
+    plain, gained = sums.sqnr_db(sums.error), sums.sqnr_db(sums.with_gain)
     return {
-        k: {"sqnr_db": db[0][k], "sqnr_db_with_gain": db[1][k]}
+        k: {"sqnr_db": plain[k - 1], "sqnr_db_with_gain": gained[k - 1]}
         for k in range(MIN_CHUNKS, NUM_TIERS)
     }
 
 
-def _layer_errors(
-    checkpoint: CheckpointReader, source: SourceCheckpoint, layer: LayerShape
-) -> list[tuple[float, Tensor]]:
-    """Per expert: power of its weights, and squared error without and with gain, float64 [2, 9]."""
-    stacks = checkpoint.read_layer(layer.prefix)
-    out = []
-    for expert in range(layer.num_experts):
-        power, error = 0.0, torch.zeros(2, NUM_TIERS, dtype=torch.float64)
-        for weight, stack in zip(source.expert(layer.prefix, expert), stacks, strict=True):
-            target, decoder = weight.float(), TierDecoder(stack, expert)
-            power += float(target.double().square().sum())
-            for k in range(MIN_CHUNKS, NUM_TIERS):
-                decoded = decoder.advance(k)
-                gain = stack.gain[expert, :, k].repeat_interleave(stack.rows // stack.gain.shape[1])
-                error[0, k] += (target - decoded / gain[:, None]).double().square().sum()
-                error[1, k] += (target - decoded).double().square().sum()
-        out.append((power, error))
-    return out
+def _matrix_errors(target: Tensor, stack: PlaneStack, expert: int) -> tuple[Tensor, Tensor, float]:
+    """Squared errors of one decoded matrix without and with gain, float64 [9] each, and its power."""
+    error, with_gain = torch.zeros(2, NUM_TIERS, dtype=torch.float64)
+    decoder = TierDecoder(stack, expert)
+    for k in range(MIN_CHUNKS, NUM_TIERS):
+        decoded = decoder.advance(k)
+        gain = stack.gain[expert, :, k].repeat_interleave(stack.rows // stack.gain.shape[1])
+        error[k] = (target - decoded / gain[:, None]).double().square().sum()
+        with_gain[k] = (target - decoded).double().square().sum()
+    return error, with_gain, float(target.double().square().sum())

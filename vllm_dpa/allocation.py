@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_dpa.checkpoint import Residuals
 from vllm_dpa.kernels import dispatch
 from vllm_dpa.kernels.planes import MIN_CHUNKS
 from vllm_dpa.settings import Mode, Scope
@@ -28,6 +29,18 @@ class LayerCost:
 
     residual: Tensor
     mean_residual: Tensor
+
+    @classmethod
+    def of_layer(
+        cls, residuals: Residuals | None, index: int, num_experts: int, max_chunks: int
+    ) -> "LayerCost":
+        """Layer ``index`` of a residual table; the nominal table where a checkpoint has none."""
+        if residuals is None:
+            return cls.without_residuals(num_experts, max_chunks)
+        experts = slice(0, num_experts)
+        return cls.from_residuals(
+            residuals.r[index, experts], residuals.counts[index, experts], max_chunks
+        )
 
     @classmethod
     def from_residuals(cls, residual: Tensor, counts: Tensor, max_chunks: int) -> "LayerCost":

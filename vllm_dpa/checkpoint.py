@@ -238,7 +238,6 @@ class ChunkWriter:
     def __init__(
         self, folder: Path, layers: list[LayerShape], settings: CheckpointSettings
     ) -> None:
-        self._settings = settings
         self._streams: dict[tuple[str, int], SafetensorsStream] = {}
         self._stack = ExitStack()
         self.files: list[str] = []
@@ -314,10 +313,15 @@ class CheckpointReader:
             raise DpaError(
                 f"{self.path} is not encoded for dpa-moe; run: vllm-dpa encode {self.path} OUT"
             )
-        self.config = config
         self.settings = CheckpointSettings.parse(quantization, f"{self.path}/{CONFIG}")
         self.manifest = self._read_manifest()
         self.layers = {layer.prefix: layer for layer in self.manifest.layers}
+        self._file_of = {
+            (layer.prefix, chunk): name
+            for chunk in range(max_chunks)
+            for name, part in chunk_files(self.manifest.layers, self.settings, chunk).items()
+            for layer in part
+        }
         for name in self.files_in_use():
             self._check_size(name)
         self._open: dict[str, Any] = {}
@@ -346,9 +350,7 @@ class CheckpointReader:
 
     def files_in_use(self) -> list[str]:
         """Chunk files of the first ``max_chunks`` chunks, and the residuals where profiled."""
-        names: list[str] = []
-        for chunk in range(self.max_chunks):
-            names += chunk_files(self.manifest.layers, self.settings, chunk)
+        names = list(dict.fromkeys(self._file_of.values()))
         if RESIDUALS in self.manifest.files:
             names.append(RESIDUALS)
         return names
@@ -414,21 +416,16 @@ class CheckpointReader:
         """
         layer = self.layer(prefix)
         for chunk in range(self.max_chunks):
+            file = self._file_of[prefix, chunk]
             for name, (dtype, shape) in chunk_specs(layer, self.settings, chunk).items():
-                tensor = self._tensor(self._chunk_file(layer, chunk), name, dtype, shape)
+                tensor = self._tensor(file, name, dtype, shape)
                 if dtype.is_floating_point:
                     check_finite(
                         tensor,
-                        f"{self.path / self._chunk_file(layer, chunk)}: {name}",
+                        f"{self.path / file}: {name}",
                         non_negative=name.endswith(".scale"),
                     )
                 yield chunk, name.removeprefix(f"{prefix}."), tensor
-
-    def _chunk_file(self, layer: LayerShape, chunk: int) -> str:
-        for name, part in chunk_files(self.manifest.layers, self.settings, chunk).items():
-            if layer in part:
-                return name
-        raise AssertionError(f"{layer.prefix} is in no file of chunk {chunk}")
 
     def _tensor(self, file: str, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         path = self.path / file
@@ -478,6 +475,16 @@ class CheckpointReader:
         for layer, table in zip(layers, r, strict=True):
             check_finite(table, f"{self.path / RESIDUALS}: r of {layer.prefix}", non_negative=True)
         return Residuals(r, counts)
+
+    def require_residuals(self, mode: str) -> Residuals:
+        """The residual table; DpaError where there is none, saying that ``mode`` needs one."""
+        residuals = self.residuals()
+        if residuals is None:
+            raise DpaError(
+                f"{self.path} has no residuals, which mode {mode} needs; run: vllm-dpa profile "
+                f"{self.path} --reference MODEL --calibration FILE"
+            )
+        return residuals
 
     def write_residuals(self, residuals: Residuals, profile: dict[str, Any]) -> None:
         """Add or replace the residual table and its record in the manifest."""

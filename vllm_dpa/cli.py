@@ -52,7 +52,9 @@ Options = TypeVar("Options", bound=BaseModel)
 
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of an encoded model.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-WindowOption = Annotated[int, typer.Option(help="Tokens per sequence that the text is cut into.")]
+WindowOption = Annotated[
+    int, typer.Option(min=2, help="Tokens per sequence that the text is cut into.")
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -221,16 +223,13 @@ def evaluate_command(
         k_bars=_numbers(k_bar, "--k-bar"),
         scope=scope.value,
         dispatch_tokens=dispatch_tokens,
-        max_tokens=max_tokens,
-        window=window,
     )
     checkpoint = CheckpointReader(out)
     model = ReferenceModel.load(reference)
-    windows = len(model.windows(text, window, max_tokens))
-    with _progress(
-        "evaluating sequences", windows * len(options.modes) * len(options.k_bars)
-    ) as advance:
-        report = evaluate(checkpoint, model, text, options, advance)
+    windows = model.windows(text, window, max_tokens)
+    sequences = len(windows) * len(options.modes) * len(options.k_bars)
+    with _progress("evaluating sequences", sequences) as advance:
+        report = evaluate(checkpoint, model, windows, options, advance)
     if as_json:
         _print_json(report.as_json())
         return

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``DpaMoEMethod``: weights, loading and forward of one MoE layer inside vLLM."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from vllm_dpa import runtime, vllm_seams
 from vllm_dpa.allocation import allocate
-from vllm_dpa.checkpoint import LayerShape, make_stacks
-from vllm_dpa.checkpoint import chunk_specs as layer_chunk_specs
+from vllm_dpa.checkpoint import chunk_specs, make_stacks
 from vllm_dpa.errors import DpaError
 from vllm_dpa.kernels import dispatch
+from vllm_dpa.safetensors_stream import Spec
 
 
 class DpaMoEMethod(FusedMoEMethodBase):
@@ -40,19 +41,24 @@ class DpaMoEMethod(FusedMoEMethodBase):
         Raises:
             DpaError: the model disagrees with the checkpoint, or needs what is not supported.
         """
-        shape = self._state.reader.layer(layer.layer_name)
-        self._check(layer, shape, (num_experts, hidden_size, intermediate_size_per_partition))
-        for chunk in range(self._state.options.max_chunks):
-            specs = layer_chunk_specs(shape, self._state.reader.settings, chunk)
-            for name, (dtype, size) in specs.items():
-                value = torch.zeros(size, dtype=dtype)
-                layer.register_parameter(
-                    _parameter(name.removeprefix(f"{shape.prefix}."), chunk),
-                    torch.nn.Parameter(value, requires_grad=False),
-                )
-
-    def _check(self, layer: Any, shape: LayerShape, sizes: tuple[int, int, int]) -> None:
         facts = vllm_seams.experts_facts(layer)
+        self._shape = self._state.reader.layer(facts.layer_name)
+        self._check(facts, (num_experts, hidden_size, intermediate_size_per_partition))
+        for chunk, name, (dtype, size) in self._stored_tensors():
+            value = torch.zeros(size, dtype=dtype)
+            layer.register_parameter(
+                _parameter(name, chunk), torch.nn.Parameter(value, requires_grad=False)
+            )
+
+    def _stored_tensors(self) -> Iterator[tuple[int, str, Spec]]:
+        """(chunk, name without the layer prefix, (dtype, shape)) of what this layer loads."""
+        shape = self._shape
+        for chunk in range(self._state.options.max_chunks):
+            for name, spec in chunk_specs(shape, self._state.reader.settings, chunk).items():
+                yield chunk, name.removeprefix(f"{shape.prefix}."), spec
+
+    def _check(self, facts: vllm_seams.ExpertsFacts, sizes: tuple[int, int, int]) -> None:
+        shape = self._shape
         where = f"{self._state.reader.path}: layer {shape.prefix}"
         wanted = (shape.num_experts, shape.hidden_size, shape.intermediate_size)
         if sizes != wanted or facts.global_num_experts != shape.num_experts:
@@ -70,19 +76,13 @@ class DpaMoEMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Fill the parameters from the chunk files and hand the layer to the runtime."""
-        state = self._state
-        shape = state.reader.layer(layer.layer_name)
-        parts: dict[str, list[Tensor]] = {}
-        specs = [
-            (chunk, name.removeprefix(f"{shape.prefix}."))
-            for chunk in range(state.options.max_chunks)
-            for name in layer_chunk_specs(shape, state.reader.settings, chunk)
-        ]
-        for chunk, name in specs:
-            parts.setdefault(name, []).append(getattr(layer, _parameter(name, chunk)).data)
+        state, shape = self._state, self._shape
         if not vllm_seams.loads_dummy_weights():
             for chunk, name, tensor in state.reader.layer_tensors(shape.prefix):
                 getattr(layer, _parameter(name, chunk)).data.copy_(tensor)
+        parts: dict[str, list[Tensor]] = {}
+        for chunk, name, _ in self._stored_tensors():
+            parts.setdefault(name, []).append(getattr(layer, _parameter(name, chunk)).data)
         state.add_layer(shape, *make_stacks(shape, state.reader.settings, parts))
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
@@ -98,7 +98,7 @@ class DpaMoEMethod(FusedMoEMethodBase):
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """Routed output [T, H] in the dtype of ``x``, not reduced over ranks."""
-        return torch.ops.vllm_dpa.moe_apply(x, topk_weights, topk_ids, layer.layer_name)
+        return torch.ops.vllm_dpa.moe_apply(x, topk_weights, topk_ids, self._shape.prefix)
 
 
 def _parameter(name: str, chunk: int) -> str:

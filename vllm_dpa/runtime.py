@@ -10,7 +10,6 @@ from torch import Tensor
 
 from vllm_dpa.allocation import LayerCost
 from vllm_dpa.checkpoint import CheckpointReader, LayerShape, Residuals
-from vllm_dpa.errors import DpaError
 from vllm_dpa.kernels.planes import PlaneStack
 from vllm_dpa.settings import Mode, RuntimeOptions
 
@@ -58,8 +57,8 @@ class WorkerState:
         if options.verify_hashes:
             reader.verify_hashes()
         residuals, mode = reader.residuals(), options.mode
-        if residuals is None and mode == "residual_only":
-            raise DpaError(f"{model} has no residuals, which mode residual_only needs")
+        if mode == "residual_only":
+            reader.require_residuals(mode)
         if residuals is None and mode == "dpa":
             mode = "gate_only"
             logger.warning(
@@ -92,16 +91,8 @@ class WorkerState:
 
     def add_layer(self, shape: LayerShape, w13: PlaneStack, w2: PlaneStack) -> None:
         """Make a loaded layer available to ``apply``."""
-        if self.residuals is None:
-            cost = LayerCost.without_residuals(shape.num_experts, self.options.max_chunks)
-        else:
-            index = list(self.reader.layers).index(shape.prefix)
-            experts = slice(0, shape.num_experts)
-            cost = LayerCost.from_residuals(
-                self.residuals.r[index, experts],
-                self.residuals.counts[index, experts],
-                self.options.max_chunks,
-            )
+        index = list(self.reader.layers).index(shape.prefix)
+        cost = LayerCost.of_layer(self.residuals, index, shape.num_experts, self.options.max_chunks)
         self.layers[shape.prefix] = LayerState(w13, w2, cost)
 
 

@@ -94,11 +94,8 @@ def check_engine_config(config: Any) -> None:
             "README"
         )
     reader = CheckpointReader(Path(config.model_config.model), options.max_chunks)
-    if options.mode == "residual_only" and reader.residuals() is None:
-        raise DpaError(
-            f"{reader.path} has no residuals, which mode residual_only needs; run: vllm-dpa profile "
-            f"{reader.path} --reference MODEL --calibration FILE"
-        )
+    if options.mode == "residual_only":
+        reader.require_residuals(options.mode)
 
 
 @dataclass(frozen=True)

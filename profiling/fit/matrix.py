@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert matrices <-> groups: cutting, padding, packing, and the gain of every tier."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,6 +32,30 @@ class MatrixFit:
     error: Tensor
     error_with_gain: Tensor
     power: Tensor
+
+
+@dataclass
+class ErrorSums:
+    """Squared errors per tier and the signal power they compare with.
+
+    Attributes:
+        error: float64 [9], gain not applied; ``with_gain`` alike, applied.
+        power: sum of squares of the weights.
+    """
+
+    error: Tensor = field(default_factory=lambda: torch.zeros(NUM_TIERS, dtype=torch.float64))
+    with_gain: Tensor = field(default_factory=lambda: torch.zeros(NUM_TIERS, dtype=torch.float64))
+    power: float = 0.0
+
+    def add(self, error: Tensor, with_gain: Tensor, power: float) -> None:
+        self.error += error
+        self.with_gain += with_gain
+        self.power += power
+
+    def sqnr_db(self, error: Tensor) -> list[float]:
+        """10 log10(signal / error) of tiers 1..8, rounded to 1e-4 dB."""
+        power = max(self.power, 1e-300)
+        return [round(10 * math.log10(power / max(float(e), 1e-300)), 4) for e in error[1:]]
 
 
 def cut_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:

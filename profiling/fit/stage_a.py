@@ -137,10 +137,10 @@ class _GeometricCoder:
     are those of the unit group, scaled."""
 
     def __init__(self, weights_of_tiers: Tensor) -> None:
-        slope, self._square = code_lines(HALVINGS[None], weights_of_tiers)
-        breakpoints, order = lower_envelope(slope, self._square)
+        slope, intercept = code_lines(HALVINGS[None], weights_of_tiers)
+        breakpoints, order = lower_envelope(slope, intercept)
         self._breakpoints, self._order = breakpoints[0].contiguous(), order[0].to(torch.uint8)
-        self._moment, self._square = slope[0], self._square[0]
+        self._moment, self._square = slope[0], intercept[0]
         self._total = weights_of_tiers.sum()
 
     def codes(self, weight: Tensor, offset: Tensor, scale: Tensor) -> Tensor:

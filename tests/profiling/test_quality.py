@@ -64,11 +64,10 @@ def olmoe_report(
 ) -> Report:
     """Defaults of the encoder; 3,072 tokens that the model was never trained on."""
     text = find_model("tiny-olmoe").parent.parent / "text/heldout.txt"
-    options = EvaluateOptions(
-        scope="token", dispatch_tokens=1, k_bars=(2, 3, 4, 5), max_tokens=3072
-    )
+    options = EvaluateOptions(scope="token", dispatch_tokens=1, k_bars=(2, 3, 4, 5))
     checkpoint = CheckpointReader(encoded("tiny-olmoe"))
-    return evaluate(checkpoint, load_reference("tiny-olmoe"), text, options)
+    model = load_reference("tiny-olmoe")
+    return evaluate(checkpoint, model, model.windows(text, 256, 3072), options)
 
 
 def test_uniform_kl_is_low(olmoe_report: Report) -> None:
@@ -98,14 +97,11 @@ def test_evaluation_in_scope_dispatch(
 ) -> None:
     """Larger dispatches share reads; a single sequence has no confidence interval."""
     checkpoint, model = CheckpointReader(encoded("tiny-qwen2moe")), load_reference("tiny-qwen2moe")
+    windows = model.windows(heldout_text, 256, 256)
     reports = [
-        evaluate(
-            checkpoint, model, heldout_text,
-            EvaluateOptions(modes=("uniform", "dpa"), k_bars=(3,), dispatch_tokens=size,
-                            max_tokens=256),
-        )
+        evaluate(checkpoint, model, windows, EvaluateOptions(k_bars=(3,), dispatch_tokens=size))
         for size in (4, 256)
-    ]  # fmt: skip
+    ]
     for report in reports:
         uniform, dpa = report.rows
         assert uniform.kl_ci95 is None
