@@ -25,6 +25,7 @@ lint: env
 	@rm -rf build/lint && mkdir -p build/lint
 	@cp -rs "$(CURDIR)/vllm_dpa" build/lint/vllm_dpa
 	@cp -rs "$(CURDIR)/kernels" build/lint/vllm_dpa/kernels
+	@cp -rs "$(CURDIR)/benchmarks" build/lint/vllm_dpa/benchmarks
 	@cp -rs "$(CURDIR)/profiling" build/lint/vllm_dpa/profiling
 	@cd build/lint && ../../.venv/bin/mypy --config-file ../../pyproject.toml -p vllm_dpa
 

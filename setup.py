@@ -5,19 +5,40 @@ One abi3 module that needs neither torch nor a binding library to build: it expo
 take raw pointers, and kernels/cpu/native.py calls them through ctypes.
 """
 
+import platform
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, ExecError, LinkError
 
-SOURCES = ["kernels/cpu/csrc/module.cpp", "kernels/cpu/csrc/knapsack.cpp"]
+FOLDER = "kernels/cpu/csrc"
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+SOURCES = ["module", "isa", "pack", "knapsack", "fused_moe", "read_stream", "portable"]
+# Compiled for one instruction set each, and chosen at run time; see layout.h for what follows.
+ISA_FLAGS = {
+    "avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512.cpp": [
+        "-Wno-maybe-uninitialized",  # of GCC 12, about its own intrinsics
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mavx512vnni"),
+        *("-mfma", "-mf16c", "-mprefer-vector-width=512"),
+    ],
+}
+if X86:
+    SOURCES += ["avx2", "avx512"]
 
 
 class BuildExtension(build_ext):
     """Says what is missing where the compiler is; never builds without the extension."""
 
     def build_extension(self, ext: Extension) -> None:
+        compile_one = self.compiler._compile
+
+        def with_isa_flags(obj: str, src: str, ext: str, cc: list, extra: list, pp: list) -> None:
+            compile_one(obj, src, ext, cc, extra + ISA_FLAGS.get(Path(src).name, []), pp)
+
+        self.compiler._compile = with_isa_flags
         try:
             super().build_extension(ext)
         except (CompileError, ExecError, LinkError) as error:
@@ -32,12 +53,17 @@ setup(
     ext_modules=[
         Extension(
             "vllm_dpa.kernels.cpu._native",
-            SOURCES,
-            depends=["kernels/cpu/csrc/kernels.h"],
-            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            [f"{FOLDER}/{name}.cpp" for name in SOURCES],
+            depends=sorted(str(path) for path in Path(FOLDER).glob("*.h")),
+            define_macros=[("Py_LIMITED_API", "0x030B0000")]
+            + ([("VLLM_DPA_X86", None)] if X86 else []),
             py_limited_api=True,
-            # No -ffast-math: the allocator matches its reference bit for bit.
-            extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fvisibility=hidden", "-Wall"],
+            # No -ffast-math and no contraction: the allocator matches its reference bit for bit, and a
+            # token's output is the same whichever instance of a kernel template computes it.
+            extra_compile_args=[
+                *("-O3", "-std=c++17", "-fopenmp", "-fvisibility=hidden", "-Wall"),
+                "-ffp-contract=off",
+            ],
             extra_link_args=["-fopenmp"],
         )
     ],

@@ -5,24 +5,27 @@ from torch import Tensor
 
 from .cpu import fused_moe as cpu_fused_moe
 from .cpu import native
-from .planes import PlaneStack
+from .cpu.packed import PackedLayer
 
 
 def fused_moe(
     x: Tensor,
-    w13: PlaneStack,
-    w2: PlaneStack,
+    layer: PackedLayer,
     topk_weights: Tensor,
     topk_ids: Tensor,
     chunk_counts: Tensor,
+    activations: str = "int8",
+    path: str = "auto",
 ) -> Tensor:
-    """Routed output [T, H] of one MoE layer; arguments as in :func:`.reference.fused_moe`.
+    """Routed output [T, H] of one MoE layer; see :func:`.cpu.fused_moe.fused_moe`.
 
     Raises:
         NotImplementedError: no kernel for the device of ``x``.
     """
     _require_cpu(x)
-    return cpu_fused_moe.fused_moe(x, w13, w2, topk_weights, topk_ids, chunk_counts)
+    return cpu_fused_moe.fused_moe(
+        x, layer, topk_weights, topk_ids, chunk_counts, activations, path
+    )
 
 
 def knapsack(cost: Tensor, active: Tensor, budget: Tensor, min_chunks: int) -> Tensor:

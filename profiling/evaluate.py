@@ -13,9 +13,10 @@ from torch import Tensor
 from vllm_dpa.allocation import LayerCost, allocate
 from vllm_dpa.checkpoint import CheckpointReader, LayerShape
 from vllm_dpa.kernels import dispatch
-from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS, NUM_TIERS, PlaneStack
+from vllm_dpa.kernels.cpu.packed import PackedLayer
+from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS, NUM_TIERS
 from vllm_dpa.profiling.reference_model import ExpertsForward, ReferenceModel
-from vllm_dpa.settings import CheckpointSettings, Mode, Scope
+from vllm_dpa.settings import Activations, CheckpointSettings, Mode, Scope
 
 BATCH_WINDOWS = 16
 
@@ -29,6 +30,7 @@ class EvaluateOptions(BaseModel):
         scope: ``dispatch`` or ``token``.
         dispatch_tokens: consecutive tokens that form one dispatch. In scope ``token`` it does not
             change the result, only how many tokens share the bytes read.
+        activations: how the CPU kernel rounds activations, ``int8`` or ``int16``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,6 +39,7 @@ class EvaluateOptions(BaseModel):
     k_bars: tuple[Annotated[float, Field(ge=MIN_CHUNKS, le=NUM_CHUNKS)], ...] = (2.0, 3.0, 4.0)
     scope: Scope = "dispatch"
     dispatch_tokens: Annotated[int, Field(ge=1)] = 16
+    activations: Activations = "int8"
 
 
 class Row(BaseModel):
@@ -80,7 +83,7 @@ class _Layer:
 
     shape: LayerShape
     settings: CheckpointSettings
-    stacks: tuple[PlaneStack, PlaneStack]
+    experts: PackedLayer
     cost: LayerCost
     options: EvaluateOptions
     bytes_read: float = 0.0
@@ -96,7 +99,9 @@ class _Layer:
                 k = allocate(gates[part], ids[part], self.cost, budget, mode, self.options.scope)
                 counts[part] = k[ids[part]] if k.dim() == 1 else k
             self._count_bytes(ids, counts)
-            return dispatch.fused_moe(hidden, *self.stacks, gates, ids, counts)
+            return dispatch.fused_moe(
+                hidden, self.experts, gates, ids, counts, self.options.activations
+            )
 
         return forward
 
@@ -172,7 +177,7 @@ def _load_layers(checkpoint: CheckpointReader, options: EvaluateOptions) -> list
         _Layer(
             layer,
             checkpoint.settings,
-            checkpoint.read_layer(layer.prefix),
+            PackedLayer.of_stacks(*checkpoint.read_layer(layer.prefix)),
             LayerCost.of_layer(residuals, index, layer.num_experts, NUM_CHUNKS),
             options,
         )

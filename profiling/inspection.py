@@ -9,7 +9,6 @@ from torch import Tensor
 
 from vllm_dpa.checkpoint import CheckpointReader
 from vllm_dpa.errors import DpaError
-from vllm_dpa.kernels.cpu.fused_moe import TierDecoder
 from vllm_dpa.kernels.planes import (
     MIN_CHUNKS,
     NUM_CHUNKS,
@@ -18,6 +17,7 @@ from vllm_dpa.kernels.planes import (
     PlaneStack,
     num_groups,
 )
+from vllm_dpa.kernels.tier_decoder import TierDecoder
 from vllm_dpa.profiling.fit.matrix import ErrorSums
 from vllm_dpa.profiling.source import SourceCheckpoint
 

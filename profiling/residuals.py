@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from vllm_dpa.checkpoint import CheckpointReader, LayerShape, Residuals
-from vllm_dpa.kernels.cpu.fused_moe import TierDecoder
 from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_TIERS, PlaneStack
+from vllm_dpa.kernels.tier_decoder import TierDecoder
 from vllm_dpa.profiling.reference_model import ReferenceModel
 
 BATCH_WINDOWS = 8

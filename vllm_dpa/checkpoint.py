@@ -427,6 +427,17 @@ class CheckpointReader:
                     )
                 yield chunk, name.removeprefix(f"{prefix}."), tensor
 
+    def layer_chunks(self, prefix: str) -> Iterator[dict[str, Tensor]]:
+        """Tensors by name of the first ``max_chunks`` chunks, one chunk at a time; errors as above."""
+        held = 0
+        parts: dict[str, Tensor] = {}
+        for chunk, name, tensor in self.layer_tensors(prefix):
+            if chunk != held:
+                yield parts
+                held, parts = chunk, {}
+            parts[name] = tensor
+        yield parts
+
     def _tensor(self, file: str, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         path = self.path / file
         handle = self._handle(file)

@@ -4,7 +4,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -208,6 +208,9 @@ def evaluate_command(
     dispatch_tokens: Annotated[
         int, typer.Option(min=1, help="Consecutive tokens that form one dispatch.")
     ] = 16,
+    activations: Annotated[
+        str, typer.Option(metavar="TYPE", help="int8 or int16: how the CPU kernel rounds inputs.")
+    ] = "int8",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to use.")] = 4096,
     window: WindowOption = 256,
     as_json: JsonOption = False,
@@ -223,6 +226,7 @@ def evaluate_command(
         k_bars=_numbers(k_bar, "--k-bar"),
         scope=scope.value,
         dispatch_tokens=dispatch_tokens,
+        activations=activations,
     )
     checkpoint = CheckpointReader(out)
     model = ReferenceModel.load(reference)
@@ -249,6 +253,86 @@ def evaluate_command(
             f"{row.bytes_read_per_token / 1024:.0f}",
         )
     console.print(table)
+
+
+@app.command("kernels")
+def kernels_command(as_json: JsonOption = False) -> None:
+    """Say which native kernels this machine has and which are active."""
+    import torch
+
+    from vllm_dpa.kernels.cpu import native
+
+    try:
+        facts = {
+            "extension": str(native.library()._name),
+            "cpu_isa": native.active_isa(),
+            "cpu_isas": native.available_isas(),
+            "threads": torch.get_num_threads(),
+        }
+    except RuntimeError as error:
+        raise DpaError(str(error)) from None
+    if as_json:
+        _print_json(facts)
+        return
+    console.print(f"CPU kernels: {facts['cpu_isa']} active, {facts['threads']} threads")
+    console.print(f"available here: {', '.join(native.available_isas())}")
+    console.print(f"choose another with {native.ISA_VARIABLE}; extension: {facts['extension']}")
+
+
+bench = typer.Typer(help="Measure speed, as ratios interleaved in one run.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("cpu")
+def bench_cpu_command(
+    shapes: Annotated[str, typer.Option(metavar="NAME,..", help="olmoe, qwen3-30b.")] = "olmoe",
+    layouts: Annotated[
+        str, typer.Option(metavar="NAME,..", help="per_chunk, geometric.")
+    ] = "per_chunk,geometric",
+    isas: Annotated[
+        str, typer.Option(metavar="NAME,..", help="avx512, avx2, portable; empty: the active one.")
+    ] = "",
+    threads: Annotated[str, typer.Option(metavar="N,..", help="Numbers of threads.")] = "1",
+    tokens: Annotated[str, typer.Option(metavar="M,..", help="Batch sizes.")] = "1,4,16,128",
+    k: Annotated[str, typer.Option(metavar="K,..", help="Chunks read, 1 to 8.")] = "2,4,8",
+    activations: Annotated[str, typer.Option(metavar="TYPE", help="int8 or int16.")] = "int8",
+    path: Annotated[str, typer.Option(metavar="NAME", help="auto, lut or tile.")] = "auto",
+    pairs: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 10,
+    as_json: JsonOption = False,
+) -> None:
+    """MoE kernel against vLLM's in bf16, weights from DRAM: ms, ratio, GB/s, share of the roof."""
+    from vllm_dpa.benchmarks.cpu_moe import SHAPES, Options, run
+    from vllm_dpa.kernels.cpu.fused_moe import PATHS, PRECISIONS
+    from vllm_dpa.kernels.cpu.native import available_isas
+    from vllm_dpa.kernels.planes import SCALE_LAYOUTS
+
+    def names(text: str, option: str, known: Iterable[str]) -> tuple[str, ...]:
+        chosen = _list(text, option)
+        for name in chosen:
+            if name not in known:
+                raise typer.BadParameter(
+                    f"{name!r} is not one of {', '.join(known)}", param_hint=option
+                )
+        return chosen
+
+    def integers(text: str, option: str, most: int) -> tuple[int, ...]:
+        values = _numbers(text, option)
+        if any(value != int(value) or not 1 <= value <= most for value in values):
+            raise typer.BadParameter(f"{text!r}: integers from 1 to {most}", param_hint=option)
+        return tuple(int(value) for value in values)
+
+    options = Options(
+        shapes=names(shapes, "--shapes", SHAPES),
+        layouts=names(layouts, "--layouts", SCALE_LAYOUTS),
+        isas=names(isas, "--isas", available_isas()) if isas else (),
+        threads=integers(threads, "--threads", 1024),
+        tokens=integers(tokens, "--tokens", 65536),
+        k=integers(k, "--k", 8),
+        activations=names(activations, "--activations", PRECISIONS)[0],
+        path=names(path, "--path", PATHS)[0],
+        pairs=pairs,
+    )
+    run(options, as_json)
 
 
 def _options(kind: type[Options], **values: Any) -> Options:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``DpaMoEMethod``: weights, loading and forward of one MoE layer inside vLLM."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,10 +10,11 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from vllm_dpa import runtime, vllm_seams
 from vllm_dpa.allocation import allocate
-from vllm_dpa.checkpoint import chunk_specs, make_stacks
+from vllm_dpa.checkpoint import LayerShape
 from vllm_dpa.errors import DpaError
 from vllm_dpa.kernels import dispatch
-from vllm_dpa.safetensors_stream import Spec
+from vllm_dpa.kernels.cpu.packed import MatrixShape, PackedLayer, PackedMatrix
+from vllm_dpa.settings import CheckpointSettings
 
 
 class DpaMoEMethod(FusedMoEMethodBase):
@@ -36,7 +36,7 @@ class DpaMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Allocate one parameter per stored tensor, so that a plane can be freed on its own.
+        """Allocate the packed experts, one parameter per buffer; a plane is a buffer of its own.
 
         Raises:
             DpaError: the model disagrees with the checkpoint, or needs what is not supported.
@@ -44,18 +44,10 @@ class DpaMoEMethod(FusedMoEMethodBase):
         facts = vllm_seams.experts_facts(layer)
         self._shape = self._state.reader.layer(facts.layer_name)
         self._check(facts, (num_experts, hidden_size, intermediate_size_per_partition))
-        for chunk, name, (dtype, size) in self._stored_tensors():
-            value = torch.zeros(size, dtype=dtype)
-            layer.register_parameter(
-                _parameter(name, chunk), torch.nn.Parameter(value, requires_grad=False)
-            )
-
-    def _stored_tensors(self) -> Iterator[tuple[int, str, Spec]]:
-        """(chunk, name without the layer prefix, (dtype, shape)) of what this layer loads."""
-        shape = self._shape
-        for chunk in range(self._state.options.max_chunks):
-            for name, spec in chunk_specs(shape, self._state.reader.settings, chunk).items():
-                yield chunk, name.removeprefix(f"{shape.prefix}."), spec
+        settings, chunks = self._state.reader.settings, self._state.options.max_chunks
+        self._experts = empty_experts(self._shape, settings, chunks)
+        for name, buffer in self._experts.buffers().items():
+            layer.register_parameter(f"dpa_{name}", torch.nn.Parameter(buffer, requires_grad=False))
 
     def _check(self, facts: vllm_seams.ExpertsFacts, sizes: tuple[int, int, int]) -> None:
         shape = self._shape
@@ -75,15 +67,15 @@ class DpaMoEMethod(FusedMoEMethodBase):
             )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Fill the parameters from the chunk files and hand the layer to the runtime."""
+        """Fill the packed experts from the chunk files and hand the layer to the runtime.
+
+        One chunk of one layer is held in canonical form at a time.
+        """
         state, shape = self._state, self._shape
         if not vllm_seams.loads_dummy_weights():
-            for chunk, name, tensor in state.reader.layer_tensors(shape.prefix):
-                getattr(layer, _parameter(name, chunk)).data.copy_(tensor)
-        parts: dict[str, list[Tensor]] = {}
-        for chunk, name, _ in self._stored_tensors():
-            parts.setdefault(name, []).append(getattr(layer, _parameter(name, chunk)).data)
-        state.add_layer(shape, *make_stacks(shape, state.reader.settings, parts))
+            for chunk, parts in enumerate(state.reader.layer_chunks(shape.prefix)):
+                put_chunk(self._experts, chunk, parts)
+        state.add_layer(shape, self._experts)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         return None
@@ -101,9 +93,30 @@ class DpaMoEMethod(FusedMoEMethodBase):
         return torch.ops.vllm_dpa.moe_apply(x, topk_weights, topk_ids, self._shape.prefix)
 
 
-def _parameter(name: str, chunk: int) -> str:
-    """Parameter name of a stored tensor: ``w13.plane`` of chunk 3 is ``dpa_w13_plane_3``."""
-    return f"dpa_{name.replace('.', '_')}_{chunk}"
+def empty_experts(shape: LayerShape, settings: CheckpointSettings, chunks: int) -> PackedLayer:
+    """Packed experts of a layer, all zeros, for the first ``chunks`` chunks."""
+    w13, w2 = (
+        PackedMatrix(
+            MatrixShape(
+                *(shape.num_experts, rows, columns),
+                *(settings.group_size, settings.scale_layout, name == "w13"),
+            ),
+            chunks,
+        )
+        for name, (rows, columns, _) in shape.matrices().items()
+    )
+    return PackedLayer(w13, w2)
+
+
+def put_chunk(experts: PackedLayer, chunk: int, parts: dict[str, Tensor]) -> None:
+    """Store one chunk of a layer, its tensors by name as in :func:`..checkpoint.chunk_specs`."""
+    for name, matrix in (("w13", experts.w13), ("w2", experts.w2)):
+        scale = parts.get(f"{name}.scale")
+        geometric = matrix.shape.geometric
+        if chunk == 0:
+            gain = parts["gain"][:, :2] if name == "w13" else parts["gain"][:, 2:]
+            matrix.put_sides(parts[f"{name}.offset"], scale if geometric else None, gain)
+        matrix.put(chunk, parts[f"{name}.plane"], None if geometric else scale)
 
 
 # Opaque to torch.compile, which on the CPU backend traces into apply().
@@ -115,7 +128,9 @@ def moe_apply(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer_name: str
     counts = allocate(
         topk_weights, topk_ids, layer.cost, state.k_bar, state.mode, state.options.scope
     )
-    return dispatch.fused_moe(x, layer.w13, layer.w2, topk_weights, topk_ids, counts)
+    return dispatch.fused_moe(
+        x, layer.experts, topk_weights, topk_ids, counts, state.options.activations, state.path
+    )
 
 
 @moe_apply.register_fake

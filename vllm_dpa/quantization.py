@@ -102,7 +102,7 @@ class DpaMoEConfig(QuantizationConfig):
         assert self.model is not None
         if not self._opened:
             options = RuntimeOptions.parse(vllm_seams.additional_config())
-            runtime.open_worker(self.model, options)
+            runtime.open_worker(self.model, options, vllm_seams.batch_invariant())
             self._opened = True
         return runtime.worker()
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from vllm_dpa.allocation import LayerCost
 from vllm_dpa.checkpoint import CheckpointReader, LayerShape, Residuals
-from vllm_dpa.kernels.planes import PlaneStack
+from vllm_dpa.kernels.cpu import native
+from vllm_dpa.kernels.cpu.packed import PackedLayer
 from vllm_dpa.settings import Mode, RuntimeOptions
 
 logger = logging.getLogger("vllm.vllm_dpa")
@@ -18,10 +19,9 @@ logger = logging.getLogger("vllm.vllm_dpa")
 
 @dataclass(frozen=True)
 class LayerState:
-    """What ``apply`` needs of one layer: its planes and its cost tables."""
+    """What ``apply`` needs of one layer: its packed experts and its cost tables."""
 
-    w13: PlaneStack
-    w2: PlaneStack
+    experts: PackedLayer
     cost: LayerCost
 
 
@@ -35,6 +35,7 @@ class WorkerState:
         mode: the allocator mode in force; ``gate_only`` where ``dpa`` was asked for without a
             residual table.
         residuals: the residual table, if the checkpoint has one.
+        path: the kernel's method: ``lut`` where outputs must not depend on the batch, else ``auto``.
         k_bar: float32 [1], the budget; written between steps, read by every dispatch.
         layers: by vLLM layer name.
     """
@@ -44,10 +45,13 @@ class WorkerState:
     mode: Mode
     residuals: Residuals | None
     k_bar: Tensor
+    path: str = "auto"
     layers: dict[str, LayerState] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, model: Path, options: RuntimeOptions) -> "WorkerState":
+    def open(
+        cls, model: Path, options: RuntimeOptions, batch_invariant: bool = False
+    ) -> "WorkerState":
         """Open and verify a checkpoint; log what will be served.
 
         Raises:
@@ -66,10 +70,12 @@ class WorkerState:
                 "profile to measure one",
                 model,
             )
-        state = cls(reader, options, mode, residuals, torch.tensor([options.initial_k_bar]))
+        k_bar = torch.tensor([options.initial_k_bar])
+        path = "lut" if batch_invariant else "auto"
+        state = cls(reader, options, mode, residuals, k_bar, path)
         logger.info(
             "dpa-moe: %d MoE layers, %s scales in groups of %d, %d of 8 chunks (%.1f MiB of "
-            "experts), k_bar %g, mode %s, scope %s",
+            "experts), k_bar %g, mode %s, scope %s, %s kernel, %s activations",
             len(reader.layers),
             reader.settings.scale_layout,
             reader.settings.group_size,
@@ -78,6 +84,8 @@ class WorkerState:
             float(state.k_bar),
             mode,
             options.scope,
+            native.active_isa(),
+            options.activations,
         )
         return state
 
@@ -89,20 +97,20 @@ class WorkerState:
             for layer in self.reader.manifest.layers
         )
 
-    def add_layer(self, shape: LayerShape, w13: PlaneStack, w2: PlaneStack) -> None:
+    def add_layer(self, shape: LayerShape, experts: PackedLayer) -> None:
         """Make a loaded layer available to ``apply``."""
         index = list(self.reader.layers).index(shape.prefix)
         cost = LayerCost.of_layer(self.residuals, index, shape.num_experts, self.options.max_chunks)
-        self.layers[shape.prefix] = LayerState(w13, w2, cost)
+        self.layers[shape.prefix] = LayerState(experts, cost)
 
 
 _STATE: WorkerState | None = None
 
 
-def open_worker(model: Path, options: RuntimeOptions) -> WorkerState:
+def open_worker(model: Path, options: RuntimeOptions, batch_invariant: bool) -> WorkerState:
     """The worker's state, made anew when a model is built in this process."""
     global _STATE
-    _STATE = WorkerState.open(model, options)
+    _STATE = WorkerState.open(model, options, batch_invariant)
     return _STATE
 
 

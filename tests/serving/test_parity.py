@@ -2,8 +2,9 @@
 """Through a running ``vllm serve``: the tokens and log-probabilities of an independent reference.
 
 The reference is the transformers model with its experts computed from ``kernels/reference.py``:
-decoded tier weights, and for mode ``dpa`` the reference knapsack. Both sides run in float32, where
-64 greedy tokens must agree exactly; in bf16 a near-tie may fall either way.
+decoded tier weights, and for mode ``dpa`` the reference knapsack. Both sides run in float32 and the
+kernel with 16-bit activations, where 64 greedy tokens must agree exactly; in bf16 a near-tie may fall
+either way.
 """
 
 import shutil
@@ -24,7 +25,7 @@ from vllm_dpa.profiling.reference_model import ReferenceModel
 pytestmark = pytest.mark.serve
 
 NEW_TOKENS = 64
-LOGPROB_TOLERANCE = 1e-4  # nats, mean over a prompt's tokens; 2e-6 was measured
+LOGPROB_TOLERANCE = 1e-3  # nats, mean over a prompt's tokens
 PROMPTS = [
     "The database server",
     "In the beginning God created the heaven and the earth.",
@@ -138,7 +139,8 @@ def test_server_agrees_with_transformers(
         checkpoint = Path(shutil.copytree(checkpoint, tmp_path / "four-chunks"))
         for chunk in range(options["max_chunks"], 8):
             (checkpoint / f"dpa/chunk-{chunk}.safetensors").unlink()
-    server = serve(checkpoint, options, "--dtype", "float32", "--no-enable-prefix-caching", *extra)
+    engine = ["--dtype", "float32", "--no-enable-prefix-caching", *extra]
+    server = serve(checkpoint, options | {"activations": "int16"}, *engine)
     model = load_reference(name)
     prompts = [model.tokenizer(text)["input_ids"] for text in PROMPTS]
     # Only in scope dispatch do batch mates change what a token gets.

@@ -8,7 +8,7 @@
 #define VLLM_DPA_API extern "C" __attribute__((visibility("default")))
 
 // Changes whenever a signature below does; native.py refuses a module built from other sources.
-constexpr int kInterfaceVersion = 1;
+constexpr int kInterfaceVersion = 2;
 
 VLLM_DPA_API int vllm_dpa_interface_version();
 
@@ -20,3 +20,58 @@ VLLM_DPA_API int vllm_dpa_interface_version();
 VLLM_DPA_API void vllm_dpa_knapsack(const float* cost, const uint8_t* active, const int64_t* budget,
                                     int64_t rows, int64_t items, int64_t choices, int64_t min_chunks,
                                     int64_t* counts);
+
+// Name of an instruction set, or of the best one for null or ""; null if it is unknown or not available here.
+VLLM_DPA_API const char* vllm_dpa_find_isa(const char* name);
+
+// Sizes in bytes per expert, and the transposition into the blocks of layout.h. `scale` is null for a plane of
+// the geometric layout, and for the sides of per_chunk. `gated`: rows are gate rows, then up rows.
+VLLM_DPA_API int64_t vllm_dpa_plane_bytes(int64_t rows, int64_t columns, int64_t group_size, int32_t gated,
+                                          int32_t geometric);
+VLLM_DPA_API int64_t vllm_dpa_sides_bytes(int64_t rows, int64_t columns, int64_t group_size, int32_t gated,
+                                          int32_t geometric);
+VLLM_DPA_API void vllm_dpa_pack_plane(const char* isa, const uint8_t* plane, const uint16_t* scale, int64_t experts,
+                                      int64_t rows, int64_t columns, int64_t group_size, int32_t gated,
+                                      uint8_t* out);
+VLLM_DPA_API void vllm_dpa_pack_sides(const uint16_t* offset, const uint16_t* scale, int64_t experts, int64_t rows,
+                                      int64_t groups, int32_t gated, uint8_t* out);
+
+enum FloatType : int32_t { kFloat32, kBFloat16, kFloat16 };
+enum Status : int32_t { kOk, kBadExpert, kBadCount };
+
+// The next three mirror ctypes structures in native.py, field by field.
+struct MoeMatrix {
+    const uint8_t* planes[8];
+    const uint8_t* sides;
+    const float* gain;  // [experts][gain_stride / 9][9]
+    int64_t gain_stride;
+    int64_t rows, columns;
+};
+
+struct MoeLayer {
+    MoeMatrix w13, w2;
+    int64_t experts;
+    int32_t chunks, group_size, geometric;
+};
+
+struct MoeBatch {
+    const void* x;         // [tokens, hidden] of `type`
+    const float* weights;  // [tokens, top_k]
+    const void* ids;       // [tokens, top_k] of id_bytes 4 or 8; negative: no expert
+    const void* counts;    // [tokens, top_k] if counts_per_pair, else [experts]; of count_bytes 4 or 8
+    void* out;             // [tokens, hidden] of `type`
+    int64_t tokens, top_k;
+    int32_t type, id_bytes, count_bytes, counts_per_pair;
+    int32_t precision;  // Precision of layout.h
+    int32_t path;       // 0 the faster method, 1 lut, 2 tile
+};
+
+// Bytes of scratch that the next function needs; it may hold anything.
+VLLM_DPA_API int64_t vllm_dpa_moe_scratch(const char* isa, const MoeLayer* layer, const MoeBatch* batch);
+
+// Sum of `count` words, for benchmarks: the time of one pass over memory.
+VLLM_DPA_API uint64_t vllm_dpa_read_stream(const uint64_t* words, int64_t count);
+
+// Routed output of one MoE layer; a Status. On an error some of `out` may not be written.
+VLLM_DPA_API int32_t vllm_dpa_fused_moe(const char* isa, const MoeLayer* layer, const MoeBatch* batch,
+                                        uint8_t* scratch);
