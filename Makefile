@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-.PHONY: help env demo test lint clean
+.PHONY: help env demo test test-asan lint clean
 
 help:
 	@echo "make demo   build .venv, encode the bundled model and serve it on 127.0.0.1:8000"
 	@echo "make test   build .venv and run all tests"
+	@echo "make test-asan  kernel tests under the address and undefined-behaviour sanitizers"
 	@echo "make env    build .venv alone"
 	@echo "make lint   ruff and mypy"
 
@@ -16,6 +17,20 @@ demo: env
 # Passive waiting: the servers under test and the tests share the cores, and spinning threads starve both.
 test: env
 	@OMP_WAIT_POLICY=passive .venv/bin/python -m pytest
+
+# The extension built with sanitizers, in the layout of a wheel, in front of the installed one. Leaks are
+# Python's and torch's own.
+SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1
+test-asan: env
+	@rm -rf build/asan && mkdir -p build/asan
+	@cp -rs "$(CURDIR)/vllm_dpa" build/asan/vllm_dpa
+	@cp -rs "$(CURDIR)/kernels" build/asan/vllm_dpa/kernels
+	@rm -f build/asan/vllm_dpa/kernels/cpu/_native*.so
+	@CFLAGS="$(SANITIZE)" LDFLAGS="-fsanitize=address,undefined" .venv/bin/python setup.py -q build_ext \
+		--build-lib build/asan --build-temp build/asan-temp
+	@cd build/asan && LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+		../../.venv/bin/python -m pytest -q -p no:cacheprovider --rootdir ../.. ../../tests/kernels
 
 # mypy does not follow the package-dir mapping of pyproject.toml, so it is shown the layout that a
 # wheel has.

@@ -28,14 +28,16 @@ def fused_moe(
     )
 
 
-def knapsack(cost: Tensor, active: Tensor, budget: Tensor, min_chunks: int) -> Tensor:
-    """Chunk counts int64 [B, n]; arguments as in :func:`.reference.knapsack`, cost in float32.
+def allocate(
+    gates: Tensor, topk_ids: Tensor, table: Tensor, k_bar: Tensor, per_token: bool
+) -> Tensor:
+    """Chunk counts of one dispatch; see :func:`.reference.allocate`.
 
     Raises:
-        NotImplementedError: no kernel for the device of ``cost``.
+        NotImplementedError: no kernel for the device of ``gates``.
     """
-    _require_cpu(cost)
-    return native.knapsack(cost, active, budget, min_chunks)
+    _require_cpu(gates)
+    return native.allocate(gates, topk_ids, table, k_bar, per_token)
 
 
 def _require_cpu(tensor: Tensor) -> None:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_dpa.allocation import LayerCost, allocate, budget_chunks, lower_convex_hull
+from vllm_dpa.allocation import LayerCost, allocate, lower_convex_hull
 from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS
+from vllm_dpa.kernels.reference import budget_chunks
 from vllm_dpa.settings import Mode, Scope
 
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -87,12 +87,6 @@ def lower_convex_hull(residual: Tensor) -> Tensor:
     return out
 
 
-def budget_chunks(n_active: Tensor, k_bar: Tensor, max_chunks: int) -> Tensor:
-    """B = clamp(rint(n * k_bar), n * min, n * max), int64; rint rounds halves to even."""
-    wanted = torch.round(n_active.double() * k_bar.double()).long()
-    return wanted.clamp(n_active * MIN_CHUNKS, n_active * max_chunks)
-
-
 def allocate(
     topk_weights: Tensor,
     topk_ids: Tensor,
@@ -115,45 +109,21 @@ def allocate(
         int64 [E] for scope ``dispatch`` (0 for experts that are not active), int64 [T, K] for scope
         ``token`` (0 at padding).
     """
-    num_experts = cost.residual.shape[0]
-    real = topk_ids >= 0
-    ids = topk_ids.long().clamp_min(0)
-    if scope == "dispatch":
-        active = torch.zeros(num_experts, dtype=torch.bool, device=ids.device)
-        active[ids[real]] = True
-        weight = torch.zeros(num_experts, dtype=torch.float64, device=ids.device)
-        energy = _gate_energy(topk_weights, mode).double()
-        weight.index_add_(0, ids[real], energy[real])
-        # Only active experts enter the knapsack; expert order is kept, as the tie rule needs.
-        members = active.nonzero()[:, 0]
-        counts = _solve(
-            weight.float()[None, members], members[None], active[None, members], cost, k_bar, mode
-        )
-        return torch.zeros_like(active, dtype=torch.int64).index_copy_(0, members, counts[0])
-    # The tie rule goes by expert id, so a token's slots are put in that order first.
-    order = torch.where(real, ids, num_experts).argsort(dim=1, stable=True)
-    energy = _gate_energy(topk_weights, mode).gather(1, order)
-    counts = _solve(energy, ids.gather(1, order), real.gather(1, order), cost, k_bar, mode)
-    return torch.zeros_like(counts).scatter_(1, order, counts)
-
-
-def _gate_energy(topk_weights: Tensor, mode: Mode) -> Tensor:
-    gates = topk_weights.float()
-    return torch.ones_like(gates) if mode == "residual_only" else gates.clamp_min(0) ** 2
-
-
-def _solve(
-    energy: Tensor, experts: Tensor, active: Tensor, cost: LayerCost, k_bar: Tensor, mode: Mode
-) -> Tensor:
-    """int64 [B, n] chunk counts of B independent knapsacks over n experts each."""
     max_chunks = cost.residual.shape[1] - 1
     if mode == "uniform":
-        k = torch.round(k_bar.double()).long().clamp(MIN_CHUNKS, max_chunks)
-        return torch.where(active, k, 0)
+        return _uniform(topk_ids, cost.residual.shape[0], k_bar, max_chunks, scope)
+    table = cost.residual
     if mode == "gate_only":
-        table = cost.mean_residual.expand(*experts.shape, -1)
-    else:
-        table = cost.residual[experts]
-    per_chunk_cost = energy[..., None] * table[..., MIN_CHUNKS:]
-    budget = budget_chunks(active.sum(1), k_bar, max_chunks)
-    return dispatch.knapsack(per_chunk_cost, active, budget, MIN_CHUNKS)
+        table = cost.mean_residual.expand(table.shape[0], -1)
+    gates = torch.ones_like(topk_weights) if mode == "residual_only" else topk_weights
+    return dispatch.allocate(gates, topk_ids, table, k_bar, per_token=scope == "token")
+
+
+def _uniform(ids: Tensor, num_experts: int, k_bar: Tensor, max_chunks: int, scope: Scope) -> Tensor:
+    k = torch.round(k_bar.double()).long().clamp(MIN_CHUNKS, max_chunks)
+    real = ids >= 0
+    if scope == "token":
+        return torch.where(real, k, 0)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+    counts[ids[real].long()] = k
+    return counts

@@ -72,6 +72,11 @@ class Batch(ctypes.Structure):
 # Name without prefix -> (argument types, result type).
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "knapsack": ([_POINTER] * 3 + [_INT64] * 4 + [_POINTER], None),
+    "allocate": (
+        [_POINTER] * 2
+        + [_INT32, _INT64, _INT64, _POINTER, _INT64, _INT64, _POINTER, _INT32, _POINTER],
+        _INT32,
+    ),
     "find_isa": ([_NAME], _NAME),
     "plane_bytes": ([_INT64] * 3 + [_INT32] * 2, _INT64),
     "sides_bytes": ([_INT64] * 3 + [_INT32] * 2, _INT64),
@@ -159,4 +164,28 @@ def knapsack(cost: Tensor, active: Tensor, budget: Tensor, min_chunks: int) -> T
         min_chunks,
         counts.data_ptr(),
     )
+    return counts
+
+
+def allocate(
+    gates: Tensor, topk_ids: Tensor, table: Tensor, k_bar: Tensor, per_token: bool
+) -> Tensor:
+    """Chunk counts of one dispatch; arguments and result of :func:`..reference.allocate`, which it
+    matches bit for bit.
+
+    Raises:
+        ValueError: an expert id past the table.
+    """
+    gates, table, k_bar = gates.float().contiguous(), table.float().contiguous(), k_bar.float()
+    ids = topk_ids.contiguous() if topk_ids.itemsize in (4, 8) else topk_ids.long()
+    tokens, top_k = ids.shape
+    experts = table.shape[0]
+    counts = torch.empty((tokens, top_k) if per_token else (experts,), dtype=torch.int64)
+    status = library().allocate(
+        *(gates.data_ptr(), ids.data_ptr(), ids.itemsize, tokens, top_k),
+        *(table.data_ptr(), experts, table.shape[1] - 1, k_bar.data_ptr()),
+        *(per_token, counts.data_ptr()),
+    )
+    if status:
+        raise ValueError(f"expert id {int(ids.max())} with {experts} experts in the table")
     return counts

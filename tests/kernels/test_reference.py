@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_dpa.kernels import dispatch, reference
+from vllm_dpa.kernels import reference
 from vllm_dpa.kernels.planes import GEOMETRIC, SCALE_LAYOUTS, PlaneStack
 
 StackFactory = Callable[..., PlaneStack]
@@ -315,12 +315,3 @@ def test_knapsack_refuses_a_budget_that_cannot_be_met(
     mask = torch.tensor(active).bool()
     with pytest.raises(ValueError, match="budget"):
         reference.knapsack(random_cost(generator, *mask.shape, 7), mask, torch.tensor(budget), 2)
-
-
-def test_dispatched_knapsack_equals_the_reference(generator: torch.Generator) -> None:
-    cost = random_cost(generator, 4, 6, 7)
-    active = torch.rand(4, 6, generator=generator) < 0.7
-    budget = active.sum(1) * 4
-    assert torch.equal(
-        dispatch.knapsack(cost, active, budget, 2), reference.knapsack(cost, active, budget, 2)
-    )

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // AVX2 with FMA and F16C. The lut of avx512.cpp with a byte lane per row: pshufb looks one quad up for
-// 32 rows, and maddubs adds the two quads of a column byte. Many tokens take the plain tile.
+// 32 rows, and maddubs adds the two quads of a column byte. It wins at any number of tokens: without VNNI
+// a tile of integers is multiplied too slowly.
 #include <immintrin.h>
 
-#include "plain_tile.h"
+#include "layout.h"
+#include "plain_math.h"
 
 namespace {
 
@@ -196,16 +198,7 @@ void lut_multiply(const Matrix& w, int k, int64_t block, const Activation* x, in
 constexpr Method kLut8 = {lut8_bytes, lut8_prepare, lut_multiply<false>, 4};
 constexpr Method kLut16 = {lut16_bytes, lut16_prepare, lut_multiply<true>, 4};
 
-// tile_from as measured by benchmarks/cpu_switch.py.
-constexpr Isa kAvx2 = {
-    "avx2",
-    kByColumn,
-    {kLut8, kLut16},
-    {kPlainTile, kPlainTile},
-    {{{64, 64, 64, 64, 64, 64, 64, 64, 64}, {64, 64, 64, 64, 64, 64, 64, 64, 64}},
-     {{64, 64, 64, 64, 64, 64, 64, 64, 64}, {64, 64, 64, 64, 64, 64, 64, 64, 64}}},
-    silu_mul_16,
-};
+constexpr Isa kAvx2 = {"avx2", kByColumn, {kLut8, kLut16}, {}, {}, silu_mul_16};
 
 }  // namespace
 

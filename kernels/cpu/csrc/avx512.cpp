@@ -338,20 +338,19 @@ void tile_multiply(const Matrix& w, int k, int64_t block, const Activation* x, i
     }
 }
 
-constexpr int16_t kNever = 0x7fff;
+constexpr int16_t kNo = 0x7fff;
 constexpr Method kLut8 = {lut8_bytes, lut8_prepare, lut_multiply<false>, 4};
 constexpr Method kLut16 = {lut16_bytes, lut16_prepare, lut_multiply<true>, 4};
 constexpr Method kTile8 = {tile_bytes, tile_prepare, tile_multiply, 1 << 30};
 
-// tile_from as measured by benchmarks/cpu_switch.py. The tile has int8 activations alone.
+// tile_from as measured by `vllm-dpa bench cpu --shapes all-experts --path lut` and `--path tile`. There
+// is no tile for 16-bit activations.
 constexpr Isa kAvx512 = {
     "avx512",
     kByRow,
     {kLut8, kLut16},
-    {kTile8, kLut16},
-    {{{kNever, kNever, kNever, 40, 13, 9, 7, 6, 5}, {kNever, kNever, kNever, 40, 13, 9, 7, 6, 5}},
-     {{kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever},
-      {kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever}}},
+    {kTile8, {}},
+    {{{kNo, kNo, kNo, 24, 12, 8, 6, 5, 5}, {kNo, kNo, kNo, 16, 8, 6, 5, 5, 4}}, {}},
     silu_mul_16,
 };
 

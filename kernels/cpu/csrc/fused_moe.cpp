@@ -160,8 +160,10 @@ class Pass {
     const Method& method(bool tile) const { return (tile ? isa_.tile : isa_.lut)[batch_.precision]; }
 
     int64_t activation_bytes(const Stage& s) const {
-        int64_t bytes = method(true).code_bytes(s.groups, layer_.group_size);
-        if (method(false).code_bytes) bytes = std::max(bytes, method(false).code_bytes(s.groups, layer_.group_size));
+        int64_t bytes = 0;
+        for (const Method* m : {&isa_.lut[batch_.precision], &isa_.tile[batch_.precision]}) {
+            if (m->multiply) bytes = std::max(bytes, m->code_bytes(s.groups, layer_.group_size));
+        }
         return aligned(bytes) + 2 * aligned(4 * s.groups);
     }
 
@@ -191,6 +193,7 @@ class Pass {
     }
 
     bool takes_tile(int64_t tokens, int k) const {
+        if (!method(true).multiply) return false;
         if (!method(false).multiply || batch_.path == kTileOnly) return true;
         return batch_.path == kAuto && tokens >= isa_.tile_from[batch_.precision][layer_.geometric != 0][k];
     }

@@ -21,6 +21,20 @@ VLLM_DPA_API void vllm_dpa_knapsack(const float* cost, const uint8_t* active, co
                                     int64_t rows, int64_t items, int64_t choices, int64_t min_chunks,
                                     int64_t* counts);
 
+enum FloatType : int32_t { kFloat32, kBFloat16, kFloat16 };
+enum Status : int32_t { kOk, kBadExpert, kBadCount };
+
+// Chunk counts of one dispatch; defined in kernels/reference.py (allocate), which it matches bit for bit.
+//   gates   float [tokens, top_k]
+//   ids     [tokens, top_k] of id_bytes 4 or 8; negative: no expert
+//   table   float [experts, max_chunks + 1], cost of k chunks at index k
+//   k_bar   the budget, one float
+//   counts  int64, out: [tokens, top_k] if per_token, else [experts]
+// A Status; on an error `counts` is not written.
+VLLM_DPA_API int32_t vllm_dpa_allocate(const float* gates, const void* ids, int32_t id_bytes, int64_t tokens,
+                                       int64_t top_k, const float* table, int64_t experts, int64_t max_chunks,
+                                       const float* k_bar, int32_t per_token, int64_t* counts);
+
 // Name of an instruction set, or of the best one for null or ""; null if it is unknown or not available here.
 VLLM_DPA_API const char* vllm_dpa_find_isa(const char* name);
 
@@ -35,9 +49,6 @@ VLLM_DPA_API void vllm_dpa_pack_plane(const char* isa, const uint8_t* plane, con
                                       uint8_t* out);
 VLLM_DPA_API void vllm_dpa_pack_sides(const uint16_t* offset, const uint16_t* scale, int64_t experts, int64_t rows,
                                       int64_t groups, int32_t gated, uint8_t* out);
-
-enum FloatType : int32_t { kFloat32, kBFloat16, kFloat16 };
-enum Status : int32_t { kOk, kBadExpert, kBadCount };
 
 // The next three mirror ctypes structures in native.py, field by field.
 struct MoeMatrix {

@@ -67,9 +67,9 @@ struct Method {
 
 enum Precision { kInt8, kInt16, kPrecisions };
 
-// What one instruction set offers. `lut` looks partial sums up in tables made per token and suits few
-// tokens; `tile` decodes a block once for many. The first token count for which tile is faster is
-// tile_from[precision][geometric][k] (0: there is no lut).
+// What one instruction set offers: one method or both. `lut` looks partial sums up in tables made per
+// token and suits few tokens; `tile` decodes a block once for many. Where there are both, the first token
+// count for which the tile is faster is tile_from[precision][geometric][k].
 struct Isa {
     const char* name;
     BitOrder order;
