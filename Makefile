@@ -26,8 +26,9 @@ test-asan: env
 	@cp -rs "$(CURDIR)/vllm_dpa" build/asan/vllm_dpa
 	@cp -rs "$(CURDIR)/kernels" build/asan/vllm_dpa/kernels
 	@rm -f build/asan/vllm_dpa/kernels/cpu/_native*.so
-	@CFLAGS="$(SANITIZE)" LDFLAGS="-fsanitize=address,undefined" .venv/bin/python setup.py -q build_ext \
+	@CXXFLAGS="$(SANITIZE)" LDFLAGS="-fsanitize=address,undefined" .venv/bin/python setup.py -q build_ext \
 		--build-lib build/asan --build-temp build/asan-temp
+	@nm build/asan/vllm_dpa/kernels/cpu/_native*.so | grep -q __asan_report
 	@cd build/asan && LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 		../../.venv/bin/python -m pytest -q -p no:cacheprovider --rootdir ../.. ../../tests/kernels

@@ -60,7 +60,7 @@ class RuntimeOptions(BaseModel):
         scope: ``dispatch``, one k per active expert; ``token``, one k per token and expert, so that
             a token's precision does not depend on what else is in the batch.
         activations: how the CPU kernel rounds activations, per token and group of columns: ``int8``
-            (an error of 1 to 2 % of an expert's output) or ``int16`` (0.03 %).
+            (an error of 1.3 to 3 % of an expert's output) or ``int16`` (0.04 %).
         max_chunks: chunk files to load; the others are not opened.
         verify_hashes: compare every opened file with the manifest's SHA-256 at load.
     """

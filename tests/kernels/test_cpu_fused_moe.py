@@ -35,8 +35,9 @@ VARIANTS = [
     if (isa, path) not in (("portable", "lut"), ("avx2", "tile"))
 ]
 # Relative RMS error of a whole layer against float64: the rounding of activations, measured 1.3 to
-# 1.8 % in 8 bits (small shapes scatter more) and 0.01 to 0.03 % in 16, then that of the result.
-TOLERANCE_OF_ACTIVATIONS = {"int8": 3e-2, "int16": 1e-3}
+# 2.4 % in 8 bits at 2048 x 1024 (small shapes scatter more) and 0.03 % in 16 (portable: up to 0.17 %),
+# then that of the result.
+TOLERANCE_OF_ACTIVATIONS = {"int8": 4e-2, "int16": 3e-3}
 TOLERANCE_OF_DTYPE = {torch.float32: 0.0, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 DTYPES = list(TOLERANCE_OF_DTYPE)
 

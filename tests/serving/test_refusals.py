@@ -66,6 +66,7 @@ def test_encoded_model_is_accepted(qwen_copy: Path, quantization: str | None) ->
         ({"max_chunks": 1}, ["max_chunks", "greater than or equal to 2"]),
         ({"max_chunks": 9}, ["max_chunks", "less than or equal to 8"]),
         ({"max_chunks": 4.5}, ["max_chunks", "4.5"]),
+        ({"activations": "fp8"}, ["activations", "'int8' or 'int16'"]),
         ({"k_bar": 5.0, "max_chunks": 4}, ["k_bar 5 is more than max_chunks 4"]),
         ([4.0], ["must be an object of options"]),
     ],
@@ -181,3 +182,12 @@ def test_command_refuses_a_nan_scale(qwen_copy: Path, refuse: Callable[..., str]
     path.write_text(json.dumps(manifest))
     output = refuse(qwen_copy, {})
     assert "chunk-2.safetensors: model.layers.3.mlp.experts.w13.scale, expert 9" in output
+
+
+def test_batch_invariance_needs_precision_that_does_not_depend_on_the_batch(
+    qwen_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    refused(qwen_copy, "VLLM_BATCH_INVARIANT=1", '"scope": "token"', options={"scope": "dispatch"})
+    configure(qwen_copy, {"scope": "token"})
+    configure(qwen_copy, {"scope": "dispatch", "mode": "uniform"})
