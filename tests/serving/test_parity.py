@@ -3,13 +3,13 @@
 
 The reference is the transformers model with its experts computed from ``kernels/reference.py``:
 decoded tier weights, and for mode ``dpa`` the reference knapsack. Both sides run in float32 and the
-kernel with 16-bit activations, where 64 greedy tokens must agree exactly; in bf16 a near-tie may fall
-either way.
+kernel with 16-bit activations, where 64 greedy tokens must agree but for near-ties.
 """
 
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from vllm_dpa.profiling.reference_model import ReferenceModel
 pytestmark = pytest.mark.serve
 
 NEW_TOKENS = 64
-LOGPROB_TOLERANCE = 1e-3  # nats, mean over a prompt's tokens
+# Nats. 16-bit activations are off by some 1e-4, but where a router has a tie it may fall the other way,
+# and then one expert differs: 0.02 and 0.05 were seen, at one token of a prompt.
+LOGPROB_MEDIAN, LOGPROB_MEAN, NEAR_TIE = 5e-4, 1e-2, 0.1
 PROMPTS = [
     "The database server",
     "In the beginning God created the heaven and the earth.",
@@ -91,19 +93,25 @@ class ReferenceExperts:
         return kernels.knapsack(cost[None], active, budget, 2)[0]
 
 
-def reference_completion(model: ReferenceModel, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """Greedy tokens and prompt log-probabilities, one dispatch for the prompt, then one per token."""
+def reference_scores(
+    model: ReferenceModel, prompt: list[int], answer: list[int]
+) -> tuple[list[float], list[float]]:
+    """(how far each answered token is below the best one, prompt log-probabilities), in nats.
+
+    One dispatch for the prompt, then one per token, as the server did. The answer is fed back, so that
+    all its tokens are judged even where a tie fell the other way.
+    """
     with torch.inference_mode():
         out = model.model(input_ids=torch.tensor([prompt]), use_cache=True)
         log_probs = out.logits[0].log_softmax(-1)
         scored = [float(log_probs[i, token]) for i, token in enumerate(prompt[1:])]
-        tokens = [int(out.logits[0, -1].argmax())]
-        while len(tokens) < NEW_TOKENS:
+        gaps = [float(out.logits[0, -1].max() - out.logits[0, -1, answer[0]])]
+        for previous, token in pairwise(answer):
             out = model.model(
-                input_ids=torch.tensor([[tokens[-1]]]), past_key_values=out.past_key_values
+                input_ids=torch.tensor([[previous]]), past_key_values=out.past_key_values
             )
-            tokens.append(int(out.logits[0, -1].argmax()))
-    return tokens, scored
+            gaps.append(float(out.logits[0, -1].max() - out.logits[0, -1, token]))
+    return gaps, scored
 
 
 UNIFORM_2 = {"mode": "uniform", "k_bar": 2.0}
@@ -154,7 +162,9 @@ def test_server_agrees_with_transformers(
     experts = {layer.prefix: ReferenceExperts(reader, i, options) for i, layer in enumerate(layers)}
     with model.replaced_experts(experts, layers):
         for prompt, answer in zip(prompts, answers, strict=True):
-            tokens, scored = reference_completion(model, prompt)
+            assert len(answer.token_ids) == NEW_TOKENS
+            gaps, scored = reference_scores(model, prompt, answer.token_ids)
             difference = torch.tensor(scored) - torch.tensor(answer.prompt_logprobs)
-            assert float(difference.abs().mean()) < LOGPROB_TOLERANCE
-            assert answer.token_ids == tokens
+            assert float(difference.abs().median()) < LOGPROB_MEDIAN
+            assert float(difference.abs().mean()) < LOGPROB_MEAN
+            assert max(gaps) < NEAR_TIE
