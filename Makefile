@@ -18,13 +18,17 @@ demo: env
 test: env
 	@OMP_WAIT_POLICY=passive .venv/bin/python -m pytest
 
+# The package as a wheel lays it out, in links, in an empty folder.
+define wheel_layout
+rm -rf $(1) && mkdir -p $(1) && cp -rs "$(CURDIR)/vllm_dpa" $(1)/vllm_dpa && \
+	for part in kernels profiling benchmarks; do cp -rs "$(CURDIR)/$$part" $(1)/vllm_dpa/$$part; done
+endef
+
 # The extension built with sanitizers, in the layout of a wheel, in front of the installed one. Leaks are
 # Python's and torch's own.
-SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1
+SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
 test-asan: env
-	@rm -rf build/asan && mkdir -p build/asan
-	@cp -rs "$(CURDIR)/vllm_dpa" build/asan/vllm_dpa
-	@cp -rs "$(CURDIR)/kernels" build/asan/vllm_dpa/kernels
+	@$(call wheel_layout,build/asan)
 	@rm -f build/asan/vllm_dpa/kernels/cpu/_native*.so
 	@CXXFLAGS="$(SANITIZE)" LDFLAGS="-fsanitize=address,undefined" .venv/bin/python setup.py -q build_ext \
 		--build-lib build/asan --build-temp build/asan-temp
@@ -38,11 +42,7 @@ test-asan: env
 lint: env
 	@.venv/bin/ruff check --output-format concise .
 	@.venv/bin/ruff format --check .
-	@rm -rf build/lint && mkdir -p build/lint
-	@cp -rs "$(CURDIR)/vllm_dpa" build/lint/vllm_dpa
-	@cp -rs "$(CURDIR)/kernels" build/lint/vllm_dpa/kernels
-	@cp -rs "$(CURDIR)/benchmarks" build/lint/vllm_dpa/benchmarks
-	@cp -rs "$(CURDIR)/profiling" build/lint/vllm_dpa/profiling
+	@$(call wheel_layout,build/lint)
 	@cd build/lint && ../../.venv/bin/mypy --config-file ../../pyproject.toml -p vllm_dpa
 
 clean:

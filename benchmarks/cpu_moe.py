@@ -18,18 +18,12 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from vllm_dpa.checkpoint import LayerShape
 from vllm_dpa.kernels.cpu import native
 from vllm_dpa.kernels.cpu.fused_moe import fused_moe
 from vllm_dpa.kernels.cpu.packed import MatrixShape, PackedLayer, PackedMatrix, zeros
-from vllm_dpa.kernels.planes import (
-    GEOMETRIC,
-    NUM_CHUNKS,
-    PER_CHUNK,
-    SCALE_LAYOUTS,
-    expert_bytes,
-    num_groups,
-    plane_bytes,
-)
+from vllm_dpa.kernels.planes import NUM_CHUNKS, SCALE_LAYOUTS, num_groups, plane_bytes
+from vllm_dpa.settings import CheckpointSettings
 
 GROUP_SIZE = 128
 NUM_LAYERS = 2
@@ -94,12 +88,11 @@ def random_layer(shape: Shape, layout: str, isa: str, generator: torch.Generator
         )
         side = (shape.experts, rows, num_groups(columns, GROUP_SIZE))
         scales = [torch.full(side, columns**-0.5 * 2.0**-j).half() for j in range(NUM_CHUNKS)]
-        one_scale = scales[0] if layout == GEOMETRIC else None
-        packed.put_sides(torch.zeros(side).half(), one_scale, torch.ones_like(packed.gain))
+        packed.put_sides(torch.zeros(side).half(), scales[0], torch.ones_like(packed.gain))
         size = (shape.experts, rows, plane_bytes(columns))
         for j, scale in enumerate(scales):
             bits = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-            packed.put(j, bits, scale if layout == PER_CHUNK else None)
+            packed.put(j, bits, scale)
         return packed
 
     return PackedLayer(
@@ -109,7 +102,11 @@ def random_layer(shape: Shape, layout: str, isa: str, generator: torch.Generator
 
 
 class VllmBf16:
-    """vLLM's ``cpu_fused_moe`` in bf16 without AMX; None of its own where vLLM is not installed."""
+    """vLLM's ``cpu_fused_moe`` in bf16 without AMX, on layers of its own.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
 
     def __init__(self, shape: Shape) -> None:
         import vllm._custom_ops as ops
@@ -161,8 +158,14 @@ def route(shape: Shape, tokens: int, generator: torch.Generator) -> tuple[Tensor
 
 def bytes_of(shape: Shape, layout: str, k: int) -> int:
     """Bytes of one expert at tier k."""
-    up = expert_bytes(2 * shape.intermediate, shape.hidden, k, GROUP_SIZE, layout)
-    return up + expert_bytes(shape.hidden, shape.intermediate, k, GROUP_SIZE, layout)
+    layer = LayerShape(
+        prefix="layer",
+        num_experts=shape.experts,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+    )
+    settings = {"group_size": GROUP_SIZE, "scale_layout": layout}
+    return layer.expert_bytes(k, CheckpointSettings.model_validate(settings))
 
 
 def measure(options: Options, report: Callable[[Row], None] = lambda row: None) -> list[Row]:
@@ -247,7 +250,7 @@ def _rows(
 
 
 def format_row(row: Row) -> str:
-    """One line of the table that :func:`main` prints."""
+    """One line of the table that :func:`run` prints."""
     ratio = "   -" if row.ratio_vllm_bf16 is None else f"{row.ratio_vllm_bf16:5.2f}x"
     return (
         f"{row.shape:10} {row.layout:10} {row.isa:8} {row.threads:2} threads  M={row.tokens:<4} "

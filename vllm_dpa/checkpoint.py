@@ -408,8 +408,8 @@ class CheckpointReader:
             )
         return self.layers[prefix]
 
-    def layer_tensors(self, prefix: str) -> Iterator[tuple[int, str, Tensor]]:
-        """(chunk, tensor name without the layer prefix, tensor) of the first ``max_chunks`` chunks.
+    def layer_chunks(self, prefix: str) -> Iterator[dict[str, Tensor]]:
+        """Tensors of the first ``max_chunks`` chunks by name without the layer prefix, chunk by chunk.
 
         Raises:
             DpaError: a tensor is missing, misshapen or has a value that cannot be right.
@@ -417,6 +417,7 @@ class CheckpointReader:
         layer = self.layer(prefix)
         for chunk in range(self.max_chunks):
             file = self._file_of[prefix, chunk]
+            parts: dict[str, Tensor] = {}
             for name, (dtype, shape) in chunk_specs(layer, self.settings, chunk).items():
                 tensor = self._tensor(file, name, dtype, shape)
                 if dtype.is_floating_point:
@@ -425,18 +426,8 @@ class CheckpointReader:
                         f"{self.path / file}: {name}",
                         non_negative=name.endswith(".scale"),
                     )
-                yield chunk, name.removeprefix(f"{prefix}."), tensor
-
-    def layer_chunks(self, prefix: str) -> Iterator[dict[str, Tensor]]:
-        """Tensors by name of the first ``max_chunks`` chunks, one chunk at a time; errors as above."""
-        held = 0
-        parts: dict[str, Tensor] = {}
-        for chunk, name, tensor in self.layer_tensors(prefix):
-            if chunk != held:
-                yield parts
-                held, parts = chunk, {}
-            parts[name] = tensor
-        yield parts
+                parts[name.removeprefix(f"{prefix}.")] = tensor
+            yield parts
 
     def _tensor(self, file: str, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         path = self.path / file
@@ -466,8 +457,9 @@ class CheckpointReader:
         """(w13, w2) of one layer, the first ``max_chunks`` chunks, all experts."""
         layer = self.layer(prefix)
         parts: dict[str, list[Tensor]] = {}
-        for _, name, tensor in self.layer_tensors(prefix):
-            parts.setdefault(name, []).append(tensor)
+        for chunk in self.layer_chunks(prefix):
+            for name, tensor in chunk.items():
+                parts.setdefault(name, []).append(tensor)
         return make_stacks(layer, self.settings, parts)
 
     def residuals(self) -> Residuals | None:
@@ -508,12 +500,16 @@ class CheckpointReader:
         write_json(self.path / MANIFEST, self.manifest.model_dump())
 
 
+def gain_blocks(gain: Tensor) -> dict[str, Tensor]:
+    """Gains [E, 3, 9] by matrix: [E, 2, 9] of w13 (gate, up) and [E, 1, 9] of w2."""
+    return {"w13": gain[:, :2], "w2": gain[:, 2:]}
+
+
 def make_stacks(
     layer: LayerShape, settings: CheckpointSettings, parts: dict[str, list[Tensor]]
 ) -> tuple[PlaneStack, PlaneStack]:
     """Build (w13, w2) from tensors by name, in chunk order: ``w13.plane``, ..., ``gain``."""
-    gain = parts["gain"][0]
-    blocks = {"w13": gain[:, :2], "w2": gain[:, 2:]}
+    blocks = gain_blocks(parts["gain"][0])
     stacks = [
         PlaneStack(
             planes=parts[f"{name}.plane"],

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from vllm_dpa import runtime, vllm_seams
 from vllm_dpa.allocation import allocate
-from vllm_dpa.checkpoint import LayerShape
+from vllm_dpa.checkpoint import LayerShape, gain_blocks
 from vllm_dpa.errors import DpaError
 from vllm_dpa.kernels import dispatch
 from vllm_dpa.kernels.cpu.packed import MatrixShape, PackedLayer, PackedMatrix
@@ -112,11 +112,10 @@ def put_chunk(experts: PackedLayer, chunk: int, parts: dict[str, Tensor]) -> Non
     """Store one chunk of a layer, its tensors by name as in :func:`..checkpoint.chunk_specs`."""
     for name, matrix in (("w13", experts.w13), ("w2", experts.w2)):
         scale = parts.get(f"{name}.scale")
-        geometric = matrix.shape.geometric
         if chunk == 0:
-            gain = parts["gain"][:, :2] if name == "w13" else parts["gain"][:, 2:]
-            matrix.put_sides(parts[f"{name}.offset"], scale if geometric else None, gain)
-        matrix.put(chunk, parts[f"{name}.plane"], None if geometric else scale)
+            gain = gain_blocks(parts["gain"])[name]
+            matrix.put_sides(parts[f"{name}.offset"], scale, gain)
+        matrix.put(chunk, parts[f"{name}.plane"], scale)
 
 
 # Opaque to torch.compile, which on the CPU backend traces into apply().

@@ -75,7 +75,7 @@ class PackedMatrix:
         isa: the instruction set whose bit order it has.
         planes: uint8 [E, plane_bytes], one per resident chunk.
         sides: uint8 [E, sides_bytes].
-        gain: float32 [E, M, 9], M = 2 if gated, else 1; ones until :meth:`put` of chunk 0.
+        gain: float32 [E, M, 9], M = 2 if gated, else 1; ones until :meth:`put_sides`.
     """
 
     def __init__(self, shape: MatrixShape, num_chunks: int, isa: str | None = None) -> None:
@@ -86,11 +86,10 @@ class PackedMatrix:
         self.gain = torch.ones(shape.experts, 2 if shape.gated else 1, NUM_TIERS)
 
     def put(self, chunk: int, plane: Tensor, scale: Tensor | None) -> None:
-        """Store one canonical plane uint8 [E, N, ceil(C/8)]; scale fp16 [E, N, G], or None if
-        geometric."""
+        """Store one canonical plane uint8 [E, N, ceil(C/8)] and, if ``per_chunk``, its scale fp16
+        [E, N, G]."""
         shape = self.shape
-        plane = plane.contiguous()
-        scale = None if scale is None else scale.contiguous()
+        plane, scale = plane.contiguous(), self._scale_of(not shape.geometric, scale)
         native.library().pack_plane(
             self.isa.encode(),
             plane.data_ptr(),
@@ -100,10 +99,10 @@ class PackedMatrix:
         )
 
     def put_sides(self, offset: Tensor, scale: Tensor | None, gain: Tensor) -> None:
-        """Store offsets fp16 [E, N, G], the one scale of the geometric layout, gains [E, M, 9]."""
+        """Store what comes with chunk 0: offset fp16 [E, N, G], gain [E, M, 9] and, if
+        ``geometric``, the one scale fp16 [E, N, G]."""
         shape = self.shape
-        offset = offset.contiguous()
-        scale = None if scale is None else scale.contiguous()
+        offset, scale = offset.contiguous(), self._scale_of(shape.geometric, scale)
         native.library().pack_sides(
             offset.data_ptr(),
             None if scale is None else scale.data_ptr(),
@@ -111,6 +110,11 @@ class PackedMatrix:
             self.sides.data_ptr(),
         )
         self.gain.copy_(gain)
+
+    @staticmethod
+    def _scale_of(stored_here: bool, scale: Tensor | None) -> Tensor | None:
+        """Scales lie with the planes in one layout and with the sides in the other."""
+        return scale.contiguous() if stored_here and scale is not None else None
 
     @classmethod
     def of_stack(cls, stack: PlaneStack, gated: bool, isa: str | None = None) -> "PackedMatrix":
@@ -120,10 +124,9 @@ class PackedMatrix:
             *(stack.group_size, stack.scale_layout, gated),
         )
         packed = cls(shape, stack.num_chunks, isa)
-        one_scale = stack.scales[0] if shape.geometric else None
-        packed.put_sides(stack.offset, one_scale, stack.gain)
+        packed.put_sides(stack.offset, stack.scales[0], stack.gain)
         for j, plane in enumerate(stack.planes):
-            packed.put(j, plane, None if shape.geometric else stack.scales[j])
+            packed.put(j, plane, stack.scales[j] if j < len(stack.scales) else None)
         return packed
 
     def _view(self) -> native.Matrix:

@@ -56,10 +56,6 @@ void solve_row(const float* cost, const uint8_t* active, int64_t budget, int64_t
     }
 }
 
-int64_t load_id(const void* ids, int32_t bytes, int64_t i) {
-    return bytes == 8 ? static_cast<const int64_t*>(ids)[i] : static_cast<const int32_t*>(ids)[i];
-}
-
 float gate_energy(float gate) {
     const float g = gate < 0 ? 0 : gate;  // NaN stays
     return g * g;
@@ -98,13 +94,13 @@ VLLM_DPA_API int32_t vllm_dpa_allocate(const float* gates, const void* ids, int3
                                        int64_t top_k, const float* table, int64_t experts, int64_t max_chunks,
                                        const float* k_bar, int32_t per_token, int64_t* counts) {
     for (int64_t i = 0; i < tokens * top_k; i++) {
-        if (load_id(ids, id_bytes, i) >= experts) return kBadExpert;
+        if (load_index(ids, id_bytes, i) >= experts) return kBadExpert;
     }
     if (!per_token) {
         std::vector<double> energy(experts, 0.0);
         std::vector<uint8_t> active(experts, 0);
         for (int64_t i = 0; i < tokens * top_k; i++) {
-            const int64_t expert = load_id(ids, id_bytes, i);
+            const int64_t expert = load_index(ids, id_bytes, i);
             if (expert < 0) continue;
             active[expert] = 1;
             energy[expert] += gate_energy(gates[i]);
@@ -130,14 +126,14 @@ VLLM_DPA_API int32_t vllm_dpa_allocate(const float* gates, const void* ids, int3
             slots.clear();
             for (int64_t s = 0; s < top_k; s++) {
                 counts[t * top_k + s] = 0;
-                if (load_id(ids, id_bytes, t * top_k + s) >= 0) slots.push_back(t * top_k + s);
+                if (load_index(ids, id_bytes, t * top_k + s) >= 0) slots.push_back(t * top_k + s);
             }
             // The tie rule goes by expert id.
             std::stable_sort(slots.begin(), slots.end(), [&](int64_t a, int64_t b) {
-                return load_id(ids, id_bytes, a) < load_id(ids, id_bytes, b);
+                return load_index(ids, id_bytes, a) < load_index(ids, id_bytes, b);
             });
             for (const int64_t s : slots) {
-                problem.experts.push_back(load_id(ids, id_bytes, s));
+                problem.experts.push_back(load_index(ids, id_bytes, s));
                 problem.energy.push_back(gate_energy(gates[s]));
             }
             problem.solve(table, max_chunks, *k_bar);

@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include "layout.h"
+#include "lut_tables.h"
 #include "plain_math.h"
 
 namespace {
@@ -13,20 +14,13 @@ namespace {
 
 constexpr int kAhead = 2048;
 
-int64_t lut8_bytes(int64_t groups, int group_size) { return groups * group_size * 4; }
-int64_t lut16_bytes(int64_t groups, int group_size) { return groups * group_size * 8; }
-
 // Tables [quad][16]: int8 entries rint(partial sum * 127 / largest possible partial sum of the group).
 void lut8_prepare(const float* x, int64_t first, int64_t last, int64_t, int group_size, uint8_t* codes,
                   float* scale, float* sum) {
     for (int64_t g = first; g < last; g++, x += group_size) {
-        float unused, largest = 0;
+        const float largest = largest_partial_sum(x, group_size);
+        float unused;
         group_stats(x, group_size, &unused, &sum[g]);
-        for (int q = 0; q < group_size; q += 4) {
-            const float l = __builtin_fabsf(x[q]) + __builtin_fabsf(x[q + 1]) + __builtin_fabsf(x[q + 2]) +
-                            __builtin_fabsf(x[q + 3]);
-            largest = l > largest ? l : largest;
-        }
         const bool zero = largest < kSmallestInput;
         const float inverse = zero ? 0.0f : 127.0f / largest;
         scale[g] = zero ? 0.0f : largest / 127.0f;

@@ -9,6 +9,7 @@
 #include <immintrin.h>
 
 #include "layout.h"
+#include "lut_tables.h"
 #include "plain_math.h"
 
 namespace {
@@ -31,9 +32,6 @@ INLINE void prefetch(const uint8_t* p, int bytes) {
 // Tables of quad q (columns 4q..4q+3 of the group): dword q/8, byte lane (q%8)/2, nibble q%2.
 INLINE int table_at(int q) { return ((q / 8 * 2 + q % 2) * 4 + q % 8 / 2) * 16; }
 
-int64_t lut8_bytes(int64_t groups, int group_size) { return groups * group_size * 4; }
-int64_t lut16_bytes(int64_t groups, int group_size) { return groups * group_size * 8; }
-
 // int8 entries: rint(partial sum * 127 / largest possible partial sum of the group).
 void lut8_prepare(const float* x, int64_t first, int64_t last, int64_t, int group_size, uint8_t* codes,
                   float* scale, float* sum) {
@@ -41,13 +39,9 @@ void lut8_prepare(const float* x, int64_t first, int64_t last, int64_t, int grou
     const __m512 s0 = _mm512_mask_mov_ps(minus, 0xAAAA, one), s1 = _mm512_mask_mov_ps(minus, 0xCCCC, one);
     const __m512 s2 = _mm512_mask_mov_ps(minus, 0xF0F0, one), s3 = _mm512_mask_mov_ps(minus, 0xFF00, one);
     for (int64_t g = first; g < last; g++, x += group_size) {
-        float unused, largest = 0;
+        const float largest = largest_partial_sum(x, group_size);
+        float unused;
         group_stats(x, group_size, &unused, &sum[g]);
-        for (int q = 0; q < group_size; q += 4) {
-            const float l = __builtin_fabsf(x[q]) + __builtin_fabsf(x[q + 1]) + __builtin_fabsf(x[q + 2]) +
-                            __builtin_fabsf(x[q + 3]);
-            largest = l > largest ? l : largest;
-        }
         const bool zero = largest < kSmallestInput;
         scale[g] = zero ? 0.0f : largest / 127.0f;
         const __m512 inverse = _mm512_set1_ps(zero ? 0.0f : 127.0f / largest);

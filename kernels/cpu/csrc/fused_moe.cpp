@@ -25,27 +25,19 @@ int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 enum Path { kAuto, kLutOnly, kTileOnly };
 
-float load_float(const void* x, int32_t type, int64_t i) {
-    if (type == kFloat32) return static_cast<const float*>(x)[i];
-    const uint16_t bits = static_cast<const uint16_t*>(x)[i];
-    if (type == kFloat16) return half_to_float(bits);
-    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-    float f;
-    memcpy(&f, &wide, 4);
-    return f;
-}
-
 void load_floats(const void* x, int32_t type, int64_t first, int64_t count, float* out) {
     if (type == kFloat32) {
         memcpy(out, static_cast<const float*>(x) + first, count * sizeof(float));
-    } else if (type == kBFloat16) {
-        const uint16_t* from = static_cast<const uint16_t*>(x) + first;
-        for (int64_t i = 0; i < count; i++) {
+        return;
+    }
+    const uint16_t* const from = static_cast<const uint16_t*>(x) + first;
+    for (int64_t i = 0; i < count; i++) {
+        if (type == kFloat16) {
+            out[i] = half_to_float(from[i]);
+        } else {
             const uint32_t wide = static_cast<uint32_t>(from[i]) << 16;
             memcpy(out + i, &wide, 4);
         }
-    } else {
-        for (int64_t i = 0; i < count; i++) out[i] = load_float(x, type, first + i);
     }
 }
 
@@ -72,10 +64,6 @@ uint16_t to_float16(float f) {
     }
     bits += 0xfff + (bits >> 13 & 1) - (112u << 23);
     return static_cast<uint16_t>(sign | bits >> 13);
-}
-
-int64_t load_index(const void* p, int32_t bytes, int64_t i) {
-    return bytes == 8 ? static_cast<const int64_t*>(p)[i] : static_cast<const int32_t*>(p)[i];
 }
 
 struct Pair {

@@ -24,6 +24,11 @@ VLLM_DPA_API void vllm_dpa_knapsack(const float* cost, const uint8_t* active, co
 enum FloatType : int32_t { kFloat32, kBFloat16, kFloat16 };
 enum Status : int32_t { kOk, kBadExpert, kBadCount };
 
+// Element i of an array of int32 or int64, by the bytes of one.
+static inline int64_t load_index(const void* array, int32_t bytes, int64_t i) {
+    return bytes == 8 ? static_cast<const int64_t*>(array)[i] : static_cast<const int32_t*>(array)[i];
+}
+
 // Chunk counts of one dispatch; defined in kernels/reference.py (allocate), which it matches bit for bit.
 //   gates   float [tokens, top_k]
 //   ids     [tokens, top_k] of id_bytes 4 or 8; negative: no expert
