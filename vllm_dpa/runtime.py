@@ -70,7 +70,8 @@ class WorkerState:
                 "profile to measure one",
                 model,
             )
-        k_bar = torch.tensor([options.initial_k_bar])
+        # vLLM builds models under a default dtype of bf16, which holds neither 3.3 nor what C++ reads.
+        k_bar = torch.tensor([options.initial_k_bar], dtype=torch.float32)
         path = "lut" if batch_invariant else "auto"
         state = cls(reader, options, mode, residuals, k_bar, path)
         logger.info(

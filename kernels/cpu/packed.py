@@ -83,7 +83,8 @@ class PackedMatrix:
         self.isa = isa or native.active_isa()
         self.planes = [zeros((shape.experts, shape.plane_bytes)) for _ in range(num_chunks)]
         self.sides = zeros((shape.experts, shape.sides_bytes))
-        self.gain = torch.ones(shape.experts, 2 if shape.gated else 1, NUM_TIERS)
+        blocks = 2 if shape.gated else 1
+        self.gain = torch.ones(shape.experts, blocks, NUM_TIERS, dtype=torch.float32)
 
     def put(self, chunk: int, plane: Tensor, scale: Tensor | None) -> None:
         """Store one canonical plane uint8 [E, N, ceil(C/8)] and, if ``per_chunk``, its scale fp16

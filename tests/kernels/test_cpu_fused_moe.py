@@ -407,6 +407,17 @@ def test_more_tokens_than_one_pass(make_batch: BatchFactory) -> None:
     assert torch.equal(whole[1000:], batch.run())
 
 
+def test_default_dtype_of_torch_changes_nothing(make_batch: BatchFactory) -> None:
+    """vLLM builds models, and with them the packed experts, under a default dtype of bf16."""
+    batch = make_batch()
+    plain = batch.run()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(batch.run(), plain)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_number_of_threads_changes_nothing(threads: int, make_batch: BatchFactory) -> None:
     batch = make_batch(Shape(tokens=9, hidden=300, intermediate=100))

@@ -28,6 +28,7 @@ NEW_TOKENS = 64
 # Nats. 16-bit activations are off by some 1e-4, but where a router has a tie it may fall the other way,
 # and then one expert differs: 0.02 and 0.05 were seen, at one token of a prompt.
 LOGPROB_MEDIAN, LOGPROB_MEAN, NEAR_TIE = 5e-4, 1e-2, 0.1
+BF16_MEAN = 0.05
 PROMPTS = [
     "The database server",
     "In the beginning God created the heaven and the earth.",
@@ -168,3 +169,30 @@ def test_server_agrees_with_transformers(
             assert float(difference.abs().median()) < LOGPROB_MEDIAN
             assert float(difference.abs().mean()) < LOGPROB_MEAN
             assert max(gaps) < NEAR_TIE
+
+
+def test_server_as_users_start_it_is_close_in_bf16(
+    encoded: Callable[..., Path],
+    load_reference: Callable[[str], ReferenceModel],
+    serve: Callable[..., Any],
+) -> None:
+    """No option given: bf16 from config.json, int8 activations, torch.compile, mode dpa."""
+    checkpoint = encoded("tiny-qwen2moe")
+    server = serve(checkpoint, {})
+    model = load_reference("tiny-qwen2moe")
+    prompts = [model.tokenizer(text)["input_ids"] for text in PROMPTS]
+    answers = [server.complete(prompt, 1) for prompt in prompts]
+    server.process.terminate()
+
+    reader = CheckpointReader(checkpoint)
+    layers = reader.manifest.layers
+    options = {"mode": "dpa", "k_bar": 4.0, "scope": "dispatch"}
+    experts = {layer.prefix: ReferenceExperts(reader, i, options) for i, layer in enumerate(layers)}
+    differences = []
+    with model.replaced_experts(experts, layers):
+        for prompt, answer in zip(prompts, answers, strict=True):
+            _, scored = reference_scores(model, prompt, answer.token_ids)
+            differences.append(torch.tensor(scored) - torch.tensor(answer.prompt_logprobs))
+    mean = float(torch.cat(differences).abs().mean())
+    print(f"mean difference {mean:.4f} nats")
+    assert mean < BF16_MEAN
