@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU MoE kernel against vLLM's bf16 one, one layer at a time, weights from DRAM.
+"""The CPU MoE kernel against vLLM's bf16 one and llama.cpp's, one layer at a time, weights from DRAM.
 
     python benchmarks/cpu_moe.py --tokens 1,4 --k 2,4,8      (or: vllm-dpa bench cpu)
 
-Every repetition times both kernels one after the other on fresh random routing, and the ratio of a row
-is the median over these pairs. The layers take turns, so that no weights are left in a cache. The roof
-is the read bandwidth of the same threads, measured in the same run.
+Every repetition times all kernels one after the other on fresh random routing, and the ratio of a row
+is the median over these pairs. llama.cpp takes part where llama-cpp-python is installed, with the format
+of about the same bytes per weight. The layers take turns, so that no weights are left in a cache. The
+roof is the read bandwidth of the same threads, measured in the same run.
 """
 
 import json
@@ -13,16 +14,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
+from vllm_dpa.benchmarks import llama_cpp_moe
+from vllm_dpa.benchmarks.llama_cpp_moe import LlamaCppMoe
 from vllm_dpa.checkpoint import LayerShape
 from vllm_dpa.kernels.cpu import native
 from vllm_dpa.kernels.cpu.fused_moe import fused_moe
 from vllm_dpa.kernels.cpu.packed import MatrixShape, PackedLayer, PackedMatrix, zeros
-from vllm_dpa.kernels.planes import NUM_CHUNKS, SCALE_LAYOUTS, num_groups, plane_bytes
+from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS, SCALE_LAYOUTS, num_groups, plane_bytes
 from vllm_dpa.settings import CheckpointSettings
 
 GROUP_SIZE = 128
@@ -63,8 +67,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """``ms``: median of our kernel. ``ratio_*``: their time over ours. ``gb_per_s``: bytes of the
-    experts in use at tier k, over ``ms``; ``roof_share``: that over the measured read bandwidth."""
+    """``ms``: median of our kernel. ``ratio_*``: their time over ours. ``mixed_over_uniform``: time of
+    a dispatch whose experts differ in k, over that of a uniform one with as many chunks in all.
+    ``allocator_share``: time of the allocator over ``ms``. ``gb_per_s``: bytes of the experts in use at
+    tier k, over ``ms``; ``roof_share``: that over the measured read bandwidth."""
 
     shape: str
     layout: str
@@ -75,6 +81,9 @@ class Row:
     ms: float
     ratio_vllm_bf16: float | None
     ratio_llama_cpp: float | None
+    llama_cpp_format: str | None
+    mixed_over_uniform: float | None
+    allocator_share: float
     gb_per_s: float
     roof_share: float
 
@@ -135,6 +144,20 @@ def load_vllm(shape: Shape) -> VllmBf16 | None:
         return None
 
 
+def load_llama_cpp(shape: Shape, tiers: tuple[int, ...]) -> dict[int, LlamaCppMoe]:
+    """By tier, in the formats that fit the shape; empty where llama-cpp-python is not installed."""
+    sizes = (shape.hidden, shape.intermediate, shape.experts, shape.top_k)
+    formats = {
+        k: f.ggml_type
+        for k, f in llama_cpp_moe.FORMATS.items()
+        if k in tiers and shape.hidden % f.block == 0 and shape.intermediate % f.block == 0
+    }
+    try:
+        return {k: LlamaCppMoe(*sizes, f, NUM_LAYERS) for k, f in formats.items()}
+    except ImportError:
+        return {}
+
+
 def read_bandwidth() -> float:
     """Bytes per second that the present number of threads reads from DRAM, median of 7."""
     memory = zeros((1, ROOF_BYTES)).fill_(1)  # on huge pages, as the experts are
@@ -175,7 +198,8 @@ def measure(options: Options, report: Callable[[Row], None] = lambda row: None) 
     rows: list[Row] = []
     try:
         for name in options.shapes:
-            baseline = load_vllm(SHAPES[name])
+            vllm = load_vllm(SHAPES[name])
+            llama_cpp = load_llama_cpp(SHAPES[name], options.k)
             for isa in options.isas or (native.active_isa(),):
                 for layout in options.layouts:
                     layers = [
@@ -186,77 +210,138 @@ def measure(options: Options, report: Callable[[Row], None] = lambda row: None) 
                         torch.set_num_threads(threads)
                         roof = read_bandwidth()
                         for tokens in options.tokens:
-                            found = _rows(name, layers, baseline, tokens, roof, options, generator)
-                            for row in found:
+                            race = Race(name, layers, vllm, llama_cpp, tokens, options, generator)
+                            for row in race.rows(options.pairs, roof):
                                 report(row)
-                            rows += found
+                                rows.append(row)
+            for layer in llama_cpp.values():
+                layer.close()
     finally:
         torch.set_num_threads(before)
     return rows
 
 
-def _rows(
-    name: str,
-    layers: list[PackedLayer],
-    baseline: VllmBf16 | None,
-    tokens: int,
-    roof: float,
-    options: Options,
-    generator: torch.Generator,
-) -> list[Row]:
-    """One row per k; all of them and the baseline take turns."""
-    shape = SHAPES[name]
-    layout = layers[0].w13.shape.scale_layout
-    x = torch.randn(tokens, shape.hidden, generator=generator).bfloat16()
-    ours: dict[int, list[float]] = {k: [] for k in options.k}
-    bytes_read: dict[int, list[int]] = {k: [] for k in options.k}
-    theirs: list[float] = []
-    turn = 0
-    for repetition in range(options.pairs + 1):  # the first one warms up
-        gates, ids = route(shape, tokens, generator)
-        if baseline is not None:
-            theirs.append(seconds(lambda: baseline(x, gates, ids, repetition)))  # noqa: B023
+class Race:
+    """Everything that is timed for one number of tokens; all of it takes turns."""
+
+    def __init__(
+        self,
+        name: str,
+        layers: list[PackedLayer],
+        vllm: VllmBf16 | None,
+        llama_cpp: dict[int, LlamaCppMoe],
+        tokens: int,
+        options: Options,
+        generator: torch.Generator,
+    ) -> None:
+        self._name, self._shape, self._layers = name, SHAPES[name], layers
+        self._options, self._generator, self._tokens = options, generator, tokens
+        self._x = torch.randn(tokens, self._shape.hidden, generator=generator).bfloat16()
+        self._table = torch.rand(self._shape.experts, NUM_CHUNKS + 1, generator=generator).cumsum(1)
+        self._table = self._table.flip(1).contiguous()
+        self._turn = 0
+        self._bytes: dict[int, list[int]] = {k: [] for k in options.k}
+        self._runners: dict[tuple[str, int], Callable[[Tensor, Tensor], float]] = {}
+        if vllm is not None:
+            self._runners["vllm", 0] = partial(self._theirs, vllm, self._x)
         for k in options.k:
-            gates, ids = route(shape, tokens, generator)
-            counts = torch.full((shape.experts,), k)
-            layer = layers[turn % len(layers)]
-            turn += 1
-            call = (x, layer, gates, ids, counts, options.activations, options.path)
-            ours[k].append(seconds(lambda: fused_moe(*call)))  # noqa: B023
-            bytes_read[k].append(len(ids.unique()) * bytes_of(shape, layout, k))
-        if repetition == 0:
-            theirs.clear()
-            for k in options.k:
-                ours[k].clear()
-                bytes_read[k].clear()
-    return [
-        Row(
-            shape=name,
-            layout=layout,
-            isa=layers[0].isa,
+            if k in llama_cpp:
+                llama_cpp[k].prepare(tokens)
+                self._runners["llama_cpp", k] = partial(self._theirs, llama_cpp[k], self._x.float())
+            self._runners["ours", k] = partial(self._ours, k)
+            if mixed_step(k):
+                self._runners["mixed", k] = partial(self._mixed, k)
+            self._runners["allocator", k] = partial(self._allocator, torch.tensor([float(k)]))
+
+    def rows(self, pairs: int, roof: float) -> list[Row]:
+        """One row per k."""
+        times: dict[tuple[str, int], list[float]] = {key: [] for key in self._runners}
+        for repetition in range(pairs + 1):
+            if repetition == 1:  # the first one warms up
+                for found in (*times.values(), *self._bytes.values()):
+                    found.clear()
+            for key, runner in self._runners.items():
+                times[key].append(runner(*route(self._shape, self._tokens, self._generator)))
+        return [self._row(k, times, roof) for k in self._options.k]
+
+    def _row(self, k: int, times: dict[tuple[str, int], list[float]], roof: float) -> Row:
+        ours = times["ours", k]
+
+        def over_ours(name: str, tier: int) -> float | None:
+            if (name, tier) not in times:
+                return None
+            return median(t / o for t, o in zip(times[name, tier], ours, strict=True))
+
+        bandwidth = median(self._bytes[k]) / median(ours)
+        llama_cpp = over_ours("llama_cpp", k)
+        return Row(
+            shape=self._name,
+            layout=self._layers[0].w13.shape.scale_layout,
+            isa=self._layers[0].isa,
             threads=torch.get_num_threads(),
-            tokens=tokens,
+            tokens=self._tokens,
             k=k,
-            ms=1e3 * median(ours[k]),
-            ratio_vllm_bf16=median(t / o for t, o in zip(theirs, ours[k], strict=True))
-            if theirs
-            else None,
-            ratio_llama_cpp=None,
-            gb_per_s=median(bytes_read[k]) / median(ours[k]) / 1e9,
-            roof_share=median(bytes_read[k]) / median(ours[k]) / roof,
+            ms=1e3 * median(ours),
+            ratio_vllm_bf16=over_ours("vllm", 0),
+            ratio_llama_cpp=llama_cpp,
+            llama_cpp_format=None if llama_cpp is None else llama_cpp_moe.FORMATS[k].name,
+            mixed_over_uniform=over_ours("mixed", k),
+            allocator_share=median(times["allocator", k]) / median(ours),
+            gb_per_s=bandwidth / 1e9,
+            roof_share=bandwidth / roof,
         )
-        for k in options.k
-    ]
+
+    def _theirs(
+        self, layer: VllmBf16 | LlamaCppMoe, x: Tensor, gates: Tensor, ids: Tensor
+    ) -> float:
+        self._turn += 1
+        return seconds(lambda: layer(x, gates, ids, self._turn))
+
+    def _ours(self, k: int, gates: Tensor, ids: Tensor) -> float:
+        self._bytes[k].append(
+            len(ids.unique()) * bytes_of(self._shape, self._layers[0].w13.shape.scale_layout, k)
+        )
+        return self._dispatch(gates, ids, torch.full((self._shape.experts,), k))
+
+    def _mixed(self, k: int, gates: Tensor, ids: Tensor) -> float:
+        """The active experts at k - step and k + step in turn, an odd last one at k."""
+        active, step = ids.unique().long(), mixed_step(k)
+        active = active[torch.randperm(len(active), generator=self._generator)]
+        counts = torch.full((self._shape.experts,), k)
+        pairs = len(active) // 2
+        counts[active[:pairs]] -= step
+        counts[active[pairs : 2 * pairs]] += step
+        return self._dispatch(gates, ids, counts)
+
+    def _dispatch(self, gates: Tensor, ids: Tensor, counts: Tensor) -> float:
+        self._turn += 1
+        layer = self._layers[self._turn % len(self._layers)]
+        call = (self._x, layer, gates, ids, counts, self._options.activations, self._options.path)
+        return seconds(lambda: fused_moe(*call))
+
+    def _allocator(self, k_bar: Tensor, gates: Tensor, ids: Tensor) -> float:
+        return seconds(lambda: native.allocate(gates, ids, self._table, k_bar, per_token=False))
+
+
+def mixed_step(k: int) -> int:
+    """How far a mixed dispatch of mean k goes up and down; 0 where it cannot."""
+    return max(0, min(2, k - MIN_CHUNKS, NUM_CHUNKS - k))
 
 
 def format_row(row: Row) -> str:
     """One line of the table that :func:`run` prints."""
-    ratio = "   -" if row.ratio_vllm_bf16 is None else f"{row.ratio_vllm_bf16:5.2f}x"
-    return (
+    parts = [
         f"{row.shape:10} {row.layout:10} {row.isa:8} {row.threads:2} threads  M={row.tokens:<4} "
-        f"k={row.k}  {row.ms:8.2f} ms  {ratio} vLLM bf16  {row.gb_per_s:5.1f} GB/s  "
-        f"{100 * row.roof_share:3.0f} % of roof"
-    )
+        f"k={row.k}  {row.ms:8.2f} ms  {row.gb_per_s:5.1f} GB/s  {row.roof_share:4.0%} of roof"
+    ]
+    if row.ratio_vllm_bf16 is not None:
+        parts.append(f"{row.ratio_vllm_bf16:5.2f}x vLLM bf16")
+    if row.ratio_llama_cpp is not None:
+        parts.append(f"{row.ratio_llama_cpp:5.2f}x {row.llama_cpp_format}")
+    if row.mixed_over_uniform is not None:
+        parts.append(f"mixed k {row.mixed_over_uniform:4.2f}")
+    parts.append(f"allocator {row.allocator_share:4.1%}")
+    return "  ".join(parts)
 
 
 def run(options: Options, as_json: bool) -> None:
