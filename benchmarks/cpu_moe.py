@@ -9,6 +9,7 @@ of about the same bytes per weight. The layers take turns, so that no weights ar
 roof is the read bandwidth of the same threads, measured in the same run.
 """
 
+import ctypes
 import json
 import sys
 import time
@@ -23,6 +24,7 @@ from torch import Tensor
 from vllm_dpa.benchmarks import llama_cpp_moe
 from vllm_dpa.benchmarks.llama_cpp_moe import LlamaCppMoe
 from vllm_dpa.checkpoint import LayerShape
+from vllm_dpa.kernels.budget import Budget
 from vllm_dpa.kernels.cpu import native
 from vllm_dpa.kernels.cpu.fused_moe import fused_moe
 from vllm_dpa.kernels.cpu.packed import MatrixShape, PackedLayer, PackedMatrix, zeros
@@ -69,8 +71,9 @@ class Options:
 class Row:
     """``ms``: median of our kernel. ``ratio_*``: their time over ours. ``mixed_over_uniform``: time of
     a dispatch whose experts differ in k, over that of a uniform one with as many chunks in all.
-    ``allocator_share``: time of the allocator over ``ms``. ``gb_per_s``: bytes of the experts in use at
-    tier k, over ``ms``; ``roof_share``: that over the measured read bandwidth."""
+    ``allocator_share``: time of the allocator's native code, in a dispatch's wake, over ``ms``.
+    ``gb_per_s``: bytes of the experts in use at tier k, over ``ms``; ``roof_share``: that over the
+    measured read bandwidth."""
 
     shape: str
     layout: str
@@ -237,8 +240,8 @@ class Race:
         self._name, self._shape, self._layers = name, SHAPES[name], layers
         self._options, self._generator, self._tokens = options, generator, tokens
         self._x = torch.randn(tokens, self._shape.hidden, generator=generator).bfloat16()
-        self._table = torch.rand(self._shape.experts, NUM_CHUNKS + 1, generator=generator).cumsum(1)
-        self._table = self._table.flip(1).contiguous()
+        table = torch.rand(self._shape.experts, NUM_CHUNKS + 1, generator=generator)
+        table = table.cumsum(1).flip(1)
         self._turn = 0
         self._bytes: dict[int, list[int]] = {k: [] for k in options.k}
         self._runners: dict[tuple[str, int], Callable[[Tensor, Tensor], float]] = {}
@@ -251,7 +254,9 @@ class Race:
             self._runners["ours", k] = partial(self._ours, k)
             if mixed_step(k):
                 self._runners["mixed", k] = partial(self._mixed, k)
-            self._runners["allocator", k] = partial(self._allocator, torch.tensor([float(k)]))
+            self._runners["allocator", k] = partial(
+                self._allocator, Budget(table, torch.tensor([float(k)]), per_token=False)
+            )
 
     def rows(self, pairs: int, roof: float) -> list[Row]:
         """One row per k."""
@@ -319,8 +324,13 @@ class Race:
         call = (self._x, layer, gates, ids, counts, self._options.activations, self._options.path)
         return seconds(lambda: fused_moe(*call))
 
-    def _allocator(self, k_bar: Tensor, gates: Tensor, ids: Tensor) -> float:
-        return seconds(lambda: native.allocate(gates, ids, self._table, k_bar, per_token=False))
+    def _allocator(self, budget: Budget, gates: Tensor, ids: Tensor) -> float:
+        """Of the native call without what any native call costs, as it is part of fused_moe's."""
+        counts = torch.empty(self._shape.experts, dtype=torch.int64)
+        address, library = ctypes.addressof(native.native_budget(budget)), native.library()
+        routing = (gates.data_ptr(), ids.data_ptr(), ids.itemsize, *ids.shape, counts.data_ptr())
+        empty = seconds(lambda: library.find_isa(b"avx2"))
+        return seconds(lambda: library.allocate(address, *routing)) - empty
 
 
 def mixed_step(k: int) -> int:

@@ -3,6 +3,7 @@
 
 from torch import Tensor
 
+from .budget import Budget
 from .cpu import fused_moe as cpu_fused_moe
 from .cpu import native
 from .cpu.packed import PackedLayer
@@ -13,7 +14,7 @@ def fused_moe(
     layer: PackedLayer,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    chunk_counts: Tensor,
+    chunks: Tensor | Budget,
     activations: str = "int8",
     path: str = "auto",
 ) -> Tensor:
@@ -23,21 +24,17 @@ def fused_moe(
         NotImplementedError: no kernel for the device of ``x``.
     """
     _require_cpu(x)
-    return cpu_fused_moe.fused_moe(
-        x, layer, topk_weights, topk_ids, chunk_counts, activations, path
-    )
+    return cpu_fused_moe.fused_moe(x, layer, topk_weights, topk_ids, chunks, activations, path)
 
 
-def allocate(
-    gates: Tensor, topk_ids: Tensor, table: Tensor, k_bar: Tensor, per_token: bool
-) -> Tensor:
+def allocate(gates: Tensor, topk_ids: Tensor, budget: Budget) -> Tensor:
     """Chunk counts of one dispatch; see :func:`.reference.allocate`.
 
     Raises:
         NotImplementedError: no kernel for the device of ``gates``.
     """
     _require_cpu(gates)
-    return native.allocate(gates, topk_ids, table, k_bar, per_token)
+    return native.allocate(gates, topk_ids, budget)
 
 
 def _require_cpu(tensor: Tensor) -> None:

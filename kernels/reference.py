@@ -7,6 +7,7 @@ Every other implementation is tested against these. They are written to be read,
 import torch
 from torch import Tensor
 
+from .budget import Budget
 from .planes import MIN_CHUNKS, PlaneStack, unpack_bits
 
 INFINITY = float("inf")
@@ -121,44 +122,50 @@ def budget_chunks(n_active: Tensor, k_bar: Tensor, max_chunks: int) -> Tensor:
     return wanted.clamp(n_active * MIN_CHUNKS, n_active * max_chunks)
 
 
-def allocate(
-    gates: Tensor, topk_ids: Tensor, table: Tensor, k_bar: Tensor, per_token: bool
-) -> Tensor:
+def allocate(gates: Tensor, topk_ids: Tensor, budget: Budget) -> Tensor:
     """Chunk counts of one dispatch: a knapsack over its active experts, or one over each token's.
 
-    The cost of k chunks for an expert is ``table[expert, k]`` times the sum over its tokens of
-    gate^2, summed in float64 in the order of (token, slot) and rounded to float32. Negative gates
-    count as 0. Items are in the order of expert ids, which the tie rule of :func:`knapsack` goes by.
+    The cost of k chunks for an expert is ``table[expert, k]`` times its gate energy, the sum over its
+    tokens of gate^2, summed in float64 in the order of (token, slot) and rounded to float32. Negative
+    gates count as 0. Items are in the order of expert ids, which the tie rule of :func:`knapsack`
+    goes by. Rule ``uniform`` gives rint(k_bar), halves to even, within 2..K.
 
     Args:
         gates: [T, K].
         topk_ids: integer [T, K]; -1 is padding.
-        table: float32 [E, K + 1], index k; entries below k = 2 are not used.
-        k_bar: float [1], mean chunks per active expert.
-        per_token: a knapsack for each token, instead of one for the dispatch.
+        budget: the layer's cost table and the budget.
 
     Returns:
         int64 [E] (0 for experts that are not active), or [T, K] if ``per_token`` (0 at padding).
     """
-    num_experts, max_chunks = table.shape[0], table.shape[1] - 1
     real = topk_ids >= 0
     ids = topk_ids.long().clamp_min(0)
     energy = gates.float().clamp_min(0) ** 2
-    if per_token:
-        order = torch.where(real, ids, num_experts).argsort(dim=1, stable=True)
+    if not budget.use_gates:
+        energy = torch.ones_like(energy)
+    if budget.per_token:
+        order = torch.where(real, ids, budget.num_experts).argsort(dim=1, stable=True)
         energy, experts, active = (v.gather(1, order) for v in (energy, ids, real))
-    else:
-        summed = torch.zeros(num_experts, dtype=torch.float64)
-        for expert, value in zip(ids[real].tolist(), energy[real].double(), strict=True):
-            summed[expert] += value
-        experts = ids[real].unique()[None]
-        energy, active = summed.float()[experts], torch.ones_like(experts, dtype=torch.bool)
-    cost = energy[..., None] * table[experts][..., MIN_CHUNKS:]
-    budget = budget_chunks(active.sum(1), k_bar, max_chunks)
-    counts = knapsack(cost, active, budget, MIN_CHUNKS)
-    if per_token:
+        counts = _counts(energy, experts, active, budget)
         return torch.zeros_like(counts).scatter_(1, order, counts)
-    return torch.zeros(num_experts, dtype=torch.int64).index_copy_(0, experts[0], counts[0])
+    summed = torch.zeros(budget.num_experts, dtype=torch.float64)
+    for expert, value in zip(ids[real].tolist(), energy[real].double(), strict=True):
+        summed[expert] += value
+    experts = ids[real].unique()[None]
+    active = torch.ones_like(experts, dtype=torch.bool)
+    counts = _counts(summed.float()[experts], experts, active, budget)
+    zeros = torch.zeros(budget.num_experts, dtype=torch.int64)
+    return zeros.index_copy_(0, experts[0], counts[0])
+
+
+def _counts(energy: Tensor, experts: Tensor, active: Tensor, budget: Budget) -> Tensor:
+    """int64 [B, n] for items of float32 energy, int64 experts and bool active, each [B, n]."""
+    if budget.rule == "uniform":
+        k = torch.round(budget.k_bar).long().clamp(MIN_CHUNKS, budget.max_chunks)
+        return torch.where(active, k, 0)
+    cost = energy[..., None] * budget.table[experts][..., MIN_CHUNKS:]
+    chunks = budget_chunks(active.sum(1), budget.k_bar, budget.max_chunks)
+    return knapsack(cost, active, chunks, MIN_CHUNKS)
 
 
 def check_budget(active: Tensor, budget: Tensor, min_chunks: int, choices: int) -> None:

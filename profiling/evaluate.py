@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from vllm_dpa.allocation import LayerCost, allocate
+from vllm_dpa.allocation import LayerCost, budget_of
 from vllm_dpa.checkpoint import CheckpointReader, LayerShape
 from vllm_dpa.kernels import dispatch
 from vllm_dpa.kernels.cpu.packed import PackedLayer
@@ -89,14 +89,16 @@ class _Layer:
     bytes_read: float = 0.0
 
     def forward_at(self, mode: Mode, k_bar: float) -> ExpertsForward:
-        budget = torch.tensor([k_bar])
+        budget = budget_of(
+            self.cost, torch.tensor([k_bar], dtype=torch.float32), mode, self.options.scope
+        )
 
         def forward(hidden: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
             # In scope token a dispatch does not change the counts, so all tokens go at once.
             size = len(ids) if self.options.scope == "token" else self.options.dispatch_tokens
             counts = torch.zeros_like(ids)
             for part in torch.arange(len(ids)).split(size):
-                k = allocate(gates[part], ids[part], self.cost, budget, mode, self.options.scope)
+                k = dispatch.allocate(gates[part], ids[part], budget)
                 counts[part] = k[ids[part]] if k.dim() == 1 else k
             self._count_bytes(ids, counts)
             return dispatch.fused_moe(

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_dpa.allocation import LayerCost, allocate, lower_convex_hull
+from vllm_dpa.allocation import LayerCost, budget_of, lower_convex_hull
+from vllm_dpa.kernels import dispatch
 from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS
 from vllm_dpa.kernels.reference import budget_chunks
 from vllm_dpa.settings import Mode, Scope
@@ -27,7 +28,13 @@ every_exact_mode = pytest.mark.parametrize("mode", EXACT_MODES)
 
 
 def budget(k_bar: float) -> Tensor:
-    return torch.tensor([k_bar])
+    return torch.tensor([k_bar], dtype=torch.float32)
+
+
+def allocate(
+    gates: Tensor, ids: Tensor, cost: LayerCost, k_bar: Tensor, mode: Mode, scope: Scope
+) -> Tensor:
+    return dispatch.allocate(gates, ids, budget_of(cost, k_bar, mode, scope))
 
 
 def expected_chunks(n_active: int, k_bar: float, max_chunks: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates, expert ids and a budget -> chunk counts, for one MoE dispatch. No vLLM here.
+"""Residuals, mode and scope -> the cost of a layer's chunks. No vLLM here.
 
 Cost of giving expert e of layer l its first k chunks: ``G_e * R[l, e, k]`` with gate energy
 ``G_e = sum over the tokens routed to e of gate^2`` (a negative gate counts as 0), minimised exactly
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_dpa.checkpoint import Residuals
-from vllm_dpa.kernels import dispatch
+from vllm_dpa.kernels.budget import Budget
 from vllm_dpa.kernels.planes import MIN_CHUNKS
 from vllm_dpa.settings import Mode, Scope
 
@@ -87,43 +87,22 @@ def lower_convex_hull(residual: Tensor) -> Tensor:
     return out
 
 
-def allocate(
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    cost: LayerCost,
-    k_bar: Tensor,
-    mode: Mode,
-    scope: Scope,
-) -> Tensor:
-    """Chunk counts of one dispatch.
+def budget_of(cost: LayerCost, k_bar: Tensor, mode: Mode, scope: Scope) -> Budget:
+    """What a layer's dispatches may spend, and on what.
 
     Args:
-        topk_weights: [T, K] gates as they multiply the expert outputs.
-        topk_ids: integer [T, K]; -1 is padding.
         cost: the layer's tables.
-        k_bar: float tensor [1], the budget.
+        k_bar: float32 [1], the budget; kept, not copied.
         mode: what the cost is made of; ``uniform`` gives every expert rint(k_bar).
         scope: ``dispatch`` or ``token``.
-
-    Returns:
-        int64 [E] for scope ``dispatch`` (0 for experts that are not active), int64 [T, K] for scope
-        ``token`` (0 at padding).
     """
-    max_chunks = cost.residual.shape[1] - 1
-    if mode == "uniform":
-        return _uniform(topk_ids, cost.residual.shape[0], k_bar, max_chunks, scope)
     table = cost.residual
     if mode == "gate_only":
         table = cost.mean_residual.expand(table.shape[0], -1)
-    gates = torch.ones_like(topk_weights) if mode == "residual_only" else topk_weights
-    return dispatch.allocate(gates, topk_ids, table, k_bar, per_token=scope == "token")
-
-
-def _uniform(ids: Tensor, num_experts: int, k_bar: Tensor, max_chunks: int, scope: Scope) -> Tensor:
-    k = torch.round(k_bar.double()).long().clamp(MIN_CHUNKS, max_chunks)
-    real = ids >= 0
-    if scope == "token":
-        return torch.where(real, k, 0)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
-    counts[ids[real].long()] = k
-    return counts
+    return Budget(
+        table,
+        k_bar,
+        per_token=scope == "token",
+        rule="uniform" if mode == "uniform" else "knapsack",
+        use_gates=mode != "residual_only",
+    )

@@ -9,7 +9,6 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from vllm_dpa import runtime, vllm_seams
-from vllm_dpa.allocation import allocate
 from vllm_dpa.checkpoint import LayerShape, gain_blocks
 from vllm_dpa.errors import DpaError
 from vllm_dpa.kernels import dispatch
@@ -124,11 +123,9 @@ def moe_apply(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, layer_name: str
     """Allocate chunks for one dispatch and compute its routed output."""
     state = runtime.worker()
     layer = state.layers[layer_name]
-    counts = allocate(
-        topk_weights, topk_ids, layer.cost, state.k_bar, state.mode, state.options.scope
-    )
     return dispatch.fused_moe(
-        x, layer.experts, topk_weights, topk_ids, counts, state.options.activations, state.path
+        *(x, layer.experts, topk_weights, topk_ids, layer.budget),
+        *(state.options.activations, state.path),
     )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm_dpa.allocation import LayerCost
+from vllm_dpa.allocation import LayerCost, budget_of
 from vllm_dpa.checkpoint import CheckpointReader, LayerShape, Residuals
+from vllm_dpa.kernels.budget import Budget
 from vllm_dpa.kernels.cpu import native
 from vllm_dpa.kernels.cpu.packed import PackedLayer
 from vllm_dpa.settings import Mode, RuntimeOptions
@@ -19,10 +20,10 @@ logger = logging.getLogger("vllm.vllm_dpa")
 
 @dataclass(frozen=True)
 class LayerState:
-    """What ``apply`` needs of one layer: its packed experts and its cost tables."""
+    """What ``apply`` needs of one layer."""
 
     experts: PackedLayer
-    cost: LayerCost
+    budget: Budget
 
 
 @dataclass
@@ -102,7 +103,8 @@ class WorkerState:
         """Make a loaded layer available to ``apply``."""
         index = list(self.reader.layers).index(shape.prefix)
         cost = LayerCost.of_layer(self.residuals, index, shape.num_experts, self.options.max_chunks)
-        self.layers[shape.prefix] = LayerState(experts, cost)
+        budget = budget_of(cost, self.k_bar, self.mode, self.options.scope)
+        self.layers[shape.prefix] = LayerState(experts, budget)
 
 
 _STATE: WorkerState | None = None

@@ -7,6 +7,7 @@ import threading
 import torch
 from torch import Tensor
 
+from ..budget import Budget
 from . import native
 from .packed import PackedLayer
 
@@ -17,7 +18,7 @@ PRECISIONS = {"int8": 0, "int16": 1}
 # alone and in any batch, since the methods round activations differently.
 PATHS = {"auto": 0, "lut": 1, "tile": 2}
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_BAD_EXPERT, _BAD_COUNT = 1, 2
+_BAD_EXPERT, _BAD_COUNT = -1, -2
 
 _scratch = threading.local()
 
@@ -27,7 +28,7 @@ def fused_moe(
     layer: PackedLayer,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    chunk_counts: Tensor,
+    chunks: Tensor | Budget,
     activations: str = "int8",
     path: str = "auto",
 ) -> Tensor:
@@ -38,7 +39,8 @@ def fused_moe(
         layer: the packed experts.
         topk_weights: [T, K] gates, applied to the expert's output.
         topk_ids: int32 or int64 [T, K]; a negative id contributes nothing.
-        chunk_counts: int32 or int64 k, [E] (one per expert) or [T, K] (one per token and slot).
+        chunks: int32 or int64 k, [E] (one per expert) or [T, K] (one per token and slot); or the
+            budget under which they are allocated in the same native call.
         activations: a key of PRECISIONS.
         path: a key of PATHS.
 
@@ -49,18 +51,23 @@ def fused_moe(
         ValueError: sizes or dtypes that do not fit, an expert id past the last expert, or a k
             outside 1..resident chunks for a pair in use.
     """
-    _check(x, layer, topk_weights, topk_ids, chunk_counts)
-    x, ids, counts = x.contiguous(), topk_ids.contiguous(), chunk_counts.contiguous()
+    _check(x, layer, topk_weights, topk_ids, chunks)
+    x, ids = x.contiguous(), topk_ids.contiguous()
     weights = topk_weights.float().contiguous()
     out = torch.empty_like(x)
+    counts = budget = None
+    count_bytes, per_pair = 8, False
+    if isinstance(chunks, Budget):
+        budget = ctypes.addressof(native.native_budget(chunks))
+    else:
+        held = chunks.contiguous()
+        counts, count_bytes, per_pair = held.data_ptr(), held.itemsize, held.dim() == 2
     batch = native.Batch(
-        *(x.data_ptr(), weights.data_ptr(), ids.data_ptr(), counts.data_ptr(), out.data_ptr()),
-        *(x.shape[0], ids.shape[1], _TYPES[x.dtype], ids.itemsize, counts.itemsize),
-        *(counts.dim() == 2, PRECISIONS[activations], PATHS[path]),
+        *(x.data_ptr(), weights.data_ptr(), ids.data_ptr(), counts, budget, out.data_ptr()),
+        *(x.shape[0], ids.shape[1], _TYPES[x.dtype], ids.itemsize, count_bytes, per_pair),
+        *(PRECISIONS[activations], PATHS[path]),
     )
-    address, isa, library = ctypes.addressof(batch), layer.isa.encode(), native.library()
-    scratch = scratch_of_thread(library.moe_scratch(isa, layer.address, address))
-    status = library.fused_moe(isa, layer.address, address, scratch.data_ptr())
+    status = _call(layer, batch)
     if status == _BAD_EXPERT:
         raise ValueError(
             f"expert id {int(ids.max())} with {layer.num_experts} experts in the layer"
@@ -72,6 +79,20 @@ def fused_moe(
     return out
 
 
+def _call(layer: PackedLayer, batch: native.Batch) -> int:
+    """Run the kernel, with more scratch if it asks for it; returns its status."""
+    run, arguments = (
+        native.library().fused_moe,
+        (layer.isa.encode(), layer.address, ctypes.addressof(batch)),
+    )
+    scratch = scratch_of_thread(0)
+    status: int = run(*arguments, scratch.data_ptr(), scratch.numel())
+    if status > 0:
+        scratch = scratch_of_thread(status)
+        status = run(*arguments, scratch.data_ptr(), scratch.numel())
+    return status
+
+
 def scratch_of_thread(size: int) -> Tensor:
     """uint8 scratch of at least ``size`` bytes, kept for the calling thread's next dispatch."""
     held: Tensor | None = getattr(_scratch, "tensor", None)
@@ -80,7 +101,9 @@ def scratch_of_thread(size: int) -> Tensor:
     return held
 
 
-def _check(x: Tensor, layer: PackedLayer, weights: Tensor, ids: Tensor, counts: Tensor) -> None:
+def _check(
+    x: Tensor, layer: PackedLayer, weights: Tensor, ids: Tensor, chunks: Tensor | Budget
+) -> None:
     if x.dtype not in _TYPES or x.dim() != 2 or x.shape[1] != layer.hidden_size:
         raise ValueError(
             f"x must be float32, bfloat16 or float16 [T, {layer.hidden_size}], got {x.dtype} "
@@ -91,9 +114,16 @@ def _check(x: Tensor, layer: PackedLayer, weights: Tensor, ids: Tensor, counts: 
         raise ValueError(f"topk_ids must be int32 or int64 [T, K], got {ids.dtype} {ids.shape}")
     if weights.shape != ids.shape:
         raise ValueError(f"topk_weights {tuple(weights.shape)} do not fit ids {tuple(ids.shape)}")
-    fits = counts.shape == ids.shape or counts.shape == (layer.num_experts,)
-    if not fits or counts.dtype not in integers:
+    if isinstance(chunks, Budget):
+        if chunks.num_experts != layer.num_experts or chunks.max_chunks > layer.num_chunks:
+            raise ValueError(
+                f"a budget for {chunks.num_experts} experts of up to {chunks.max_chunks} chunks does "
+                f"not fit a layer of {layer.num_experts} experts with {layer.num_chunks}"
+            )
+        return
+    fits = chunks.shape == ids.shape or chunks.shape == (layer.num_experts,)
+    if not fits or chunks.dtype not in integers:
         raise ValueError(
-            f"chunk_counts must be int32 or int64 [{layer.num_experts}] or {tuple(ids.shape)}, got "
-            f"{counts.dtype} {tuple(counts.shape)}"
+            f"chunks must be int32 or int64 [{layer.num_experts}] or {tuple(ids.shape)}, got "
+            f"{chunks.dtype} {tuple(chunks.shape)}"
         )

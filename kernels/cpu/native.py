@@ -10,13 +10,15 @@ import os
 from functools import cache
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from ..budget import Budget
 from ..reference import check_budget
 
-INTERFACE_VERSION = 2
+INTERFACE_VERSION = 3
 ISA_VARIABLE = "VLLM_DPA_CPU_ISA"
 ISAS = ("avx512", "avx2", "portable")  # best first
 
@@ -49,6 +51,20 @@ class Layer(ctypes.Structure):
     )
 
 
+class NativeBudget(ctypes.Structure):
+    """``MoeBudget`` of kernels.h."""
+
+    _fields_ = (
+        ("table", _POINTER),
+        ("k_bar", _POINTER),
+        ("experts", _INT64),
+        ("max_chunks", _INT64),
+        ("per_token", _INT32),
+        ("uniform", _INT32),
+        ("use_gates", _INT32),
+    )
+
+
 class Batch(ctypes.Structure):
     """``MoeBatch`` of kernels.h."""
 
@@ -57,6 +73,7 @@ class Batch(ctypes.Structure):
         ("weights", _POINTER),
         ("ids", _POINTER),
         ("counts", _POINTER),
+        ("budget", _POINTER),
         ("out", _POINTER),
         ("tokens", _INT64),
         ("top_k", _INT64),
@@ -72,19 +89,14 @@ class Batch(ctypes.Structure):
 # Name without prefix -> (argument types, result type).
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "knapsack": ([_POINTER] * 3 + [_INT64] * 4 + [_POINTER], None),
-    "allocate": (
-        [_POINTER] * 2
-        + [_INT32, _INT64, _INT64, _POINTER, _INT64, _INT64, _POINTER, _INT32, _POINTER],
-        _INT32,
-    ),
+    "allocate": ([_POINTER] * 3 + [_INT32] + [_INT64] * 2 + [_POINTER], _INT32),
     "find_isa": ([_NAME], _NAME),
     "plane_bytes": ([_INT64] * 3 + [_INT32] * 2, _INT64),
     "sides_bytes": ([_INT64] * 3 + [_INT32] * 2, _INT64),
     "pack_plane": ([_NAME] + [_POINTER] * 2 + [_INT64] * 4 + [_INT32, _POINTER], None),
     "pack_sides": ([_POINTER] * 2 + [_INT64] * 3 + [_INT32, _POINTER], None),
     "read_stream": ([_POINTER, _INT64], ctypes.c_uint64),
-    "moe_scratch": ([_NAME, _POINTER, _POINTER], _INT64),
-    "fused_moe": ([_NAME, _POINTER, _POINTER, _POINTER], _INT32),
+    "fused_moe": ([_NAME] + [_POINTER] * 3 + [_INT64], _INT64),
 }
 
 
@@ -167,25 +179,39 @@ def knapsack(cost: Tensor, active: Tensor, budget: Tensor, min_chunks: int) -> T
     return counts
 
 
-def allocate(
-    gates: Tensor, topk_ids: Tensor, table: Tensor, k_bar: Tensor, per_token: bool
-) -> Tensor:
+_budgets: WeakKeyDictionary[Budget, NativeBudget] = WeakKeyDictionary()
+
+
+def native_budget(budget: Budget) -> NativeBudget:
+    """The structure for ``budget`` in C++, made once; it points into the budget's tensors."""
+    held = _budgets.get(budget)
+    if held is None:
+        held = _budgets[budget] = NativeBudget(
+            *(budget.table.data_ptr(), budget.k_bar.data_ptr()),
+            *(budget.num_experts, budget.max_chunks),
+            *(budget.per_token, budget.rule == "uniform", budget.use_gates),
+        )
+    return held
+
+
+def allocate(gates: Tensor, topk_ids: Tensor, budget: Budget) -> Tensor:
     """Chunk counts of one dispatch; arguments and result of :func:`..reference.allocate`, which it
     matches bit for bit.
 
     Raises:
         ValueError: an expert id past the table.
     """
-    gates, table, k_bar = gates.float().contiguous(), table.float().contiguous(), k_bar.float()
+    gates = gates.float().contiguous()
     ids = topk_ids.contiguous() if topk_ids.itemsize in (4, 8) else topk_ids.long()
     tokens, top_k = ids.shape
-    experts = table.shape[0]
-    counts = torch.empty((tokens, top_k) if per_token else (experts,), dtype=torch.int64)
+    shape = (tokens, top_k) if budget.per_token else (budget.num_experts,)
+    counts = torch.empty(shape, dtype=torch.int64)
     status = library().allocate(
-        *(gates.data_ptr(), ids.data_ptr(), ids.itemsize, tokens, top_k),
-        *(table.data_ptr(), experts, table.shape[1] - 1, k_bar.data_ptr()),
-        *(per_token, counts.data_ptr()),
+        ctypes.addressof(native_budget(budget)),
+        *(gates.data_ptr(), ids.data_ptr(), ids.itemsize, tokens, top_k, counts.data_ptr()),
     )
     if status:
-        raise ValueError(f"expert id {int(ids.max())} with {experts} experts in the table")
+        raise ValueError(
+            f"expert id {int(ids.max())} with {budget.num_experts} experts in the table"
+        )
     return counts

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_dpa.kernels import dispatch, reference
+from vllm_dpa.kernels.budget import Budget, Rule
 from vllm_dpa.kernels.cpu import native
 from vllm_dpa.kernels.cpu.fused_moe import fused_moe, scratch_of_thread
 from vllm_dpa.kernels.cpu.packed import PackedLayer
@@ -449,3 +450,35 @@ def test_inputs_of_any_size(scale: float, make_batch: BatchFactory) -> None:
         batch.check()
     else:
         assert float(batch.run().norm()) <= 1e-30
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["dispatch", "token"])
+@pytest.mark.parametrize("rule", ["knapsack", "uniform"])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 600])
+def test_a_budget_is_allocated_in_the_same_call(
+    tokens: int, rule: Rule, per_token: bool, make_stack: StackFactory, generator: torch.Generator
+) -> None:
+    w13 = make_stack(experts=4, rows=64, columns=64)
+    w2 = make_stack(experts=4, rows=64, columns=32)
+    layer = PackedLayer.of_stacks(w13, w2)
+    x = torch.randn(tokens, 64, generator=generator)
+    ids = torch.rand(tokens, 4, generator=generator).argsort(1)[:, :3]
+    ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
+    gates = torch.rand(ids.shape, generator=generator)
+    table = torch.rand(4, 9, generator=generator).sort(1, descending=True).values
+    budget = Budget(table, torch.tensor([3.4]), per_token, rule)
+    counts = native.allocate(gates, ids, budget)
+    scratch_of_thread(1).fill_(0xFF)
+    out = fused_moe(x, layer, gates, ids, budget)
+    assert torch.equal(out, fused_moe(x, layer, gates, ids, counts))
+
+
+def test_budgets_that_do_not_fit_the_layer_are_refused(make_stack: StackFactory) -> None:
+    w13 = make_stack(experts=2, rows=64, columns=64, chunks=4)
+    w2 = make_stack(experts=2, rows=64, columns=32, chunks=4)
+    layer = PackedLayer.of_stacks(w13, w2)
+    x, gates, ids = torch.zeros(1, 64), torch.ones(1, 2), torch.tensor([[0, 1]])
+    for experts, chunks in ((3, 4), (2, 5)):
+        budget = Budget(torch.ones(experts, chunks + 1), torch.tensor([4.0]), per_token=False)
+        with pytest.raises(ValueError, match="does not fit a layer of 2 experts with 4"):
+            fused_moe(x, layer, gates, ids, budget)

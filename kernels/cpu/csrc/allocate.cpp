@@ -56,12 +56,17 @@ void solve_row(const float* cost, const uint8_t* active, int64_t budget, int64_t
     }
 }
 
-float gate_energy(float gate) {
+float energy_of(float gate, const MoeBudget& budget) {
+    if (!budget.use_gates) return 1;
     const float g = gate < 0 ? 0 : gate;  // NaN stays
     return g * g;
 }
 
-// One knapsack over `experts`, in the order given.
+int64_t clamped(double wanted, int64_t low, int64_t high) {
+    return std::min(std::max(static_cast<int64_t>(std::nearbyint(wanted)), low), high);
+}
+
+// Chunks of the given experts, in the order given.
 struct Problem {
     std::vector<int64_t> experts, counts;
     std::vector<float> energy, cost;
@@ -73,72 +78,93 @@ struct Problem {
         energy.clear();
     }
 
-    void solve(const float* table, int64_t max_chunks, double k_bar) {
-        const int64_t n = static_cast<int64_t>(experts.size()), choices = max_chunks + 1 - kMinChunks;
+    void solve(const MoeBudget& budget) {
+        const int64_t n = static_cast<int64_t>(experts.size()), most = budget.max_chunks;
+        const double k_bar = *budget.k_bar;
+        if (budget.uniform) {
+            counts.assign(n, clamped(k_bar, kMinChunks, most));
+            return;
+        }
+        const int64_t choices = most + 1 - kMinChunks;
         cost.resize(n * choices);
         counts.resize(n);
         active.assign(n, 1);
         for (int64_t i = 0; i < n; i++) {
-            const float* from = table + experts[i] * (max_chunks + 1) + kMinChunks;
+            const float* from = budget.table + experts[i] * (most + 1) + kMinChunks;
             for (int64_t c = 0; c < choices; c++) cost[i * choices + c] = energy[i] * from[c];
         }
-        const int64_t wanted = static_cast<int64_t>(std::nearbyint(static_cast<double>(n) * k_bar));
-        const int64_t budget = std::min(std::max(wanted, n * kMinChunks), n * max_chunks);
-        solve_row(cost.data(), active.data(), budget, n, choices, kMinChunks, counts.data(), scratch);
+        const int64_t chunks = clamped(static_cast<double>(n) * k_bar, n * kMinChunks, n * most);
+        solve_row(cost.data(), active.data(), chunks, n, choices, kMinChunks, counts.data(), scratch);
     }
 };
 
+// The ids and gates of a dispatch.
+struct Routing {
+    const float* gates;
+    const void* ids;
+    int32_t id_bytes;
+    int64_t tokens, top_k;
+
+    int64_t expert(int64_t pair) const { return load_index(ids, id_bytes, pair); }
+};
+
+void allocate_dispatch(const MoeBudget& budget, const Routing& routing, int64_t* counts) {
+    std::vector<double> energy(budget.experts, 0.0);
+    std::vector<uint8_t> active(budget.experts, 0);
+    for (int64_t i = 0; i < routing.tokens * routing.top_k; i++) {
+        const int64_t expert = routing.expert(i);
+        if (expert < 0) continue;
+        active[expert] = 1;
+        energy[expert] += energy_of(routing.gates[i], budget);
+    }
+    Problem problem;
+    for (int64_t e = 0; e < budget.experts; e++) {
+        counts[e] = 0;
+        if (!active[e]) continue;
+        problem.experts.push_back(e);
+        problem.energy.push_back(static_cast<float>(energy[e]));
+    }
+    problem.solve(budget);
+    for (size_t i = 0; i < problem.experts.size(); i++) counts[problem.experts[i]] = problem.counts[i];
+}
+
+void allocate_token(const MoeBudget& budget, const Routing& routing, int64_t token, Problem& problem,
+                    std::vector<int64_t>& pairs, int64_t* counts) {
+    problem.clear();
+    pairs.clear();
+    for (int64_t p = token * routing.top_k; p < (token + 1) * routing.top_k; p++) {
+        counts[p] = 0;
+        if (routing.expert(p) >= 0) pairs.push_back(p);
+    }
+    // The tie rule goes by expert id.
+    std::stable_sort(pairs.begin(), pairs.end(),
+                     [&](int64_t a, int64_t b) { return routing.expert(a) < routing.expert(b); });
+    for (const int64_t p : pairs) {
+        problem.experts.push_back(routing.expert(p));
+        problem.energy.push_back(energy_of(routing.gates[p], budget));
+    }
+    problem.solve(budget);
+    for (size_t i = 0; i < pairs.size(); i++) counts[pairs[i]] = problem.counts[i];
+}
+
 }  // namespace
 
-VLLM_DPA_API int32_t vllm_dpa_allocate(const float* gates, const void* ids, int32_t id_bytes, int64_t tokens,
-                                       int64_t top_k, const float* table, int64_t experts, int64_t max_chunks,
-                                       const float* k_bar, int32_t per_token, int64_t* counts) {
+VLLM_DPA_API int32_t vllm_dpa_allocate(const MoeBudget* budget, const float* gates, const void* ids, int32_t id_bytes,
+                                       int64_t tokens, int64_t top_k, int64_t* counts) {
+    const Routing routing = {gates, ids, id_bytes, tokens, top_k};
     for (int64_t i = 0; i < tokens * top_k; i++) {
-        if (load_index(ids, id_bytes, i) >= experts) return kBadExpert;
+        if (routing.expert(i) >= budget->experts) return kBadExpert;
     }
-    if (!per_token) {
-        std::vector<double> energy(experts, 0.0);
-        std::vector<uint8_t> active(experts, 0);
-        for (int64_t i = 0; i < tokens * top_k; i++) {
-            const int64_t expert = load_index(ids, id_bytes, i);
-            if (expert < 0) continue;
-            active[expert] = 1;
-            energy[expert] += gate_energy(gates[i]);
-        }
-        Problem problem;
-        for (int64_t e = 0; e < experts; e++) {
-            counts[e] = 0;
-            if (!active[e]) continue;
-            problem.experts.push_back(e);
-            problem.energy.push_back(static_cast<float>(energy[e]));
-        }
-        problem.solve(table, max_chunks, *k_bar);
-        for (size_t i = 0; i < problem.experts.size(); i++) counts[problem.experts[i]] = problem.counts[i];
+    if (!budget->per_token) {
+        allocate_dispatch(*budget, routing, counts);
         return kOk;
     }
 #pragma omp parallel if (tokens >= kParallelRows)
     {
         Problem problem;
-        std::vector<int64_t> slots;
+        std::vector<int64_t> pairs;
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < tokens; t++) {
-            problem.clear();
-            slots.clear();
-            for (int64_t s = 0; s < top_k; s++) {
-                counts[t * top_k + s] = 0;
-                if (load_index(ids, id_bytes, t * top_k + s) >= 0) slots.push_back(t * top_k + s);
-            }
-            // The tie rule goes by expert id.
-            std::stable_sort(slots.begin(), slots.end(), [&](int64_t a, int64_t b) {
-                return load_index(ids, id_bytes, a) < load_index(ids, id_bytes, b);
-            });
-            for (const int64_t s : slots) {
-                problem.experts.push_back(load_index(ids, id_bytes, s));
-                problem.energy.push_back(gate_energy(gates[s]));
-            }
-            problem.solve(table, max_chunks, *k_bar);
-            for (size_t i = 0; i < slots.size(); i++) counts[slots[i]] = problem.counts[i];
-        }
+        for (int64_t t = 0; t < tokens; t++) allocate_token(*budget, routing, t, problem, pairs, counts);
     }
     return kOk;
 }

@@ -377,16 +377,28 @@ class Pass {
 
 }  // namespace
 
-VLLM_DPA_API int64_t vllm_dpa_moe_scratch(const char* isa, const MoeLayer* layer, const MoeBatch* batch) {
-    const int64_t tokens = std::min(batch->tokens, kPassTokens);
-    return Pass(*layer, *batch, *find_isa(isa), omp_get_max_threads()).scratch_bytes(tokens, tokens * batch->top_k);
-}
-
-VLLM_DPA_API int32_t vllm_dpa_fused_moe(const char* isa, const MoeLayer* layer, const MoeBatch* batch,
-                                        uint8_t* scratch) {
-    Pass pass(*layer, *batch, *find_isa(isa), omp_get_max_threads());
-    for (int64_t t = 0; t < batch->tokens; t += kPassTokens) {
-        const int32_t status = pass.run(t, std::min(kPassTokens, batch->tokens - t), scratch);
+VLLM_DPA_API int64_t vllm_dpa_fused_moe(const char* isa, const MoeLayer* layer, const MoeBatch* given,
+                                        uint8_t* scratch, int64_t scratch_bytes) {
+    MoeBatch batch = *given;
+    int64_t for_counts = 0;
+    if (batch.budget) {
+        batch.counts_per_pair = batch.budget->per_token;
+        batch.count_bytes = 8;
+        for_counts = aligned(8 * (batch.counts_per_pair ? batch.tokens * batch.top_k : batch.budget->experts));
+    }
+    Pass pass(*layer, batch, *find_isa(isa), omp_get_max_threads());
+    const int64_t most = std::min(batch.tokens, kPassTokens);
+    const int64_t needed = for_counts + pass.scratch_bytes(most, most * batch.top_k);
+    if (scratch_bytes < needed) return needed;
+    if (batch.budget) {
+        int64_t* const counts = reinterpret_cast<int64_t*>(scratch);
+        const int32_t status = vllm_dpa_allocate(batch.budget, batch.weights, batch.ids, batch.id_bytes, batch.tokens,
+                                                 batch.top_k, counts);
+        if (status) return status;
+        batch.counts = counts;
+    }
+    for (int64_t t = 0; t < batch.tokens; t += kPassTokens) {
+        const int32_t status = pass.run(t, std::min(kPassTokens, batch.tokens - t), scratch + for_counts);
         if (status) return status;
     }
     return kOk;

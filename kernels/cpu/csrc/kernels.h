@@ -8,7 +8,7 @@
 #define VLLM_DPA_API extern "C" __attribute__((visibility("default")))
 
 // Changes whenever a signature below does; native.py refuses a module built from other sources.
-constexpr int kInterfaceVersion = 2;
+constexpr int kInterfaceVersion = 3;
 
 VLLM_DPA_API int vllm_dpa_interface_version();
 
@@ -22,23 +22,29 @@ VLLM_DPA_API void vllm_dpa_knapsack(const float* cost, const uint8_t* active, co
                                     int64_t* counts);
 
 enum FloatType : int32_t { kFloat32, kBFloat16, kFloat16 };
-enum Status : int32_t { kOk, kBadExpert, kBadCount };
+enum Status : int32_t { kOk = 0, kBadExpert = -1, kBadCount = -2 };
 
 // Element i of an array of int32 or int64, by the bytes of one.
 static inline int64_t load_index(const void* array, int32_t bytes, int64_t i) {
     return bytes == 8 ? static_cast<const int64_t*>(array)[i] : static_cast<const int32_t*>(array)[i];
 }
 
+// kernels/budget.py. This structure and the three MoE ones below mirror ctypes structures in native.py, field by
+// field.
+struct MoeBudget {
+    const float* table;  // [experts, max_chunks + 1], cost of k chunks at index k
+    const float* k_bar;  // one float
+    int64_t experts, max_chunks;
+    int32_t per_token, uniform, use_gates;
+};
+
 // Chunk counts of one dispatch; defined in kernels/reference.py (allocate), which it matches bit for bit.
 //   gates   float [tokens, top_k]
 //   ids     [tokens, top_k] of id_bytes 4 or 8; negative: no expert
-//   table   float [experts, max_chunks + 1], cost of k chunks at index k
-//   k_bar   the budget, one float
 //   counts  int64, out: [tokens, top_k] if per_token, else [experts]
 // A Status; on an error `counts` is not written.
-VLLM_DPA_API int32_t vllm_dpa_allocate(const float* gates, const void* ids, int32_t id_bytes, int64_t tokens,
-                                       int64_t top_k, const float* table, int64_t experts, int64_t max_chunks,
-                                       const float* k_bar, int32_t per_token, int64_t* counts);
+VLLM_DPA_API int32_t vllm_dpa_allocate(const MoeBudget* budget, const float* gates, const void* ids, int32_t id_bytes,
+                                       int64_t tokens, int64_t top_k, int64_t* counts);
 
 // Name of an instruction set, or of the best one for null or ""; null if it is unknown or not available here.
 VLLM_DPA_API const char* vllm_dpa_find_isa(const char* name);
@@ -55,7 +61,6 @@ VLLM_DPA_API void vllm_dpa_pack_plane(const char* isa, const uint8_t* plane, con
 VLLM_DPA_API void vllm_dpa_pack_sides(const uint16_t* offset, const uint16_t* scale, int64_t experts, int64_t rows,
                                       int64_t groups, int32_t gated, uint8_t* out);
 
-// The next three mirror ctypes structures in native.py, field by field.
 struct MoeMatrix {
     const uint8_t* planes[8];
     const uint8_t* sides;
@@ -71,23 +76,22 @@ struct MoeLayer {
 };
 
 struct MoeBatch {
-    const void* x;         // [tokens, hidden] of `type`
-    const float* weights;  // [tokens, top_k]
-    const void* ids;       // [tokens, top_k] of id_bytes 4 or 8; negative: no expert
-    const void* counts;    // [tokens, top_k] if counts_per_pair, else [experts]; of count_bytes 4 or 8
-    void* out;             // [tokens, hidden] of `type`
+    const void* x;            // [tokens, hidden] of `type`
+    const float* weights;     // [tokens, top_k]
+    const void* ids;          // [tokens, top_k] of id_bytes 4 or 8; negative: no expert
+    const void* counts;       // [tokens, top_k] if counts_per_pair, else [experts]; of count_bytes 4 or 8
+    const MoeBudget* budget;  // if not null, counts are allocated under it, and `counts` is not used
+    void* out;                // [tokens, hidden] of `type`
     int64_t tokens, top_k;
     int32_t type, id_bytes, count_bytes, counts_per_pair;
     int32_t precision;  // Precision of layout.h
     int32_t path;       // 0 the faster method, 1 lut, 2 tile
 };
 
-// Bytes of scratch that the next function needs; it may hold anything.
-VLLM_DPA_API int64_t vllm_dpa_moe_scratch(const char* isa, const MoeLayer* layer, const MoeBatch* batch);
-
 // Sum of `count` words, for benchmarks: the time of one pass over memory.
 VLLM_DPA_API uint64_t vllm_dpa_read_stream(const uint64_t* words, int64_t count);
 
-// Routed output of one MoE layer; a Status. On an error some of `out` may not be written.
-VLLM_DPA_API int32_t vllm_dpa_fused_moe(const char* isa, const MoeLayer* layer, const MoeBatch* batch,
-                                        uint8_t* scratch);
+// Routed output of one MoE layer. `scratch` may hold anything. Returns kOk, or the bytes of scratch that are
+// needed if it has fewer, or a negative Status; only with kOk is all of `out` written.
+VLLM_DPA_API int64_t vllm_dpa_fused_moe(const char* isa, const MoeLayer* layer, const MoeBatch* batch,
+                                        uint8_t* scratch, int64_t scratch_bytes);
