@@ -263,8 +263,8 @@ class Race:
         times: dict[tuple[str, int], list[float]] = {key: [] for key in self._runners}
         for repetition in range(pairs + 1):
             if repetition == 1:  # the first one warms up
-                for found in (*times.values(), *self._bytes.values()):
-                    found.clear()
+                times = {key: [] for key in self._runners}
+                self._bytes = {k: [] for k in self._options.k}
             for key, runner in self._runners.items():
                 times[key].append(runner(*route(self._shape, self._tokens, self._generator)))
         return [self._row(k, times, roof) for k in self._options.k]

@@ -116,7 +116,7 @@ def _buffer_types(ggml: Any, backend: int) -> list[int]:
     device = ggml.backend_get_device(backend)
     registry = ggml.backend_dev_backend_reg(device)
     address = ggml.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
-    found = []
+    found: list[int] = []
     if address:
         extra = ctypes.CFUNCTYPE(ctypes.POINTER(c_void_p), c_void_p)(address)(device)
         while extra[len(found)]:
