@@ -23,14 +23,14 @@ int64_t count_blocks(int64_t rows, bool gated) {
     return gated ? (rows / 2 + kHalf - 1) / kHalf : (rows + kRows - 1) / kRows;
 }
 
-// One lane's bytes of one group into the block.
-void put_bits(const uint8_t* bytes, int64_t count, int lane, BitOrder order, int group_size, uint8_t* block) {
-    for (int64_t c = 0; c < count; c++) {
-        const int64_t at = order == kByColumn
-                               ? c * kRows + lane
-                               : (lane / kHalf) * 2 * group_size + c / 4 * 64 + (lane % kHalf) * 4 + c % 4;
-        block[at] = bytes[c];
+// One lane's bytes of one group into the block. `bytes` has room for a whole group, zeros past its end.
+void put_bits(const uint8_t* bytes, int lane, BitOrder order, int group_size, uint8_t* block) {
+    if (order == kByColumn) {
+        for (int c = 0; c < group_size / 8; c++) block[c * kRows + lane] = bytes[c];
+        return;
     }
+    uint8_t* const to = block + (lane / kHalf) * 2 * group_size + (lane % kHalf) * 4;
+    for (int c = 0; c < group_size / 32; c++) memcpy(to + c * 64, bytes + c * 4, 4);
 }
 
 }  // namespace
@@ -66,11 +66,15 @@ VLLM_DPA_API void vllm_dpa_pack_plane(const char* isa, const uint8_t* plane, con
             if (row < 0) continue;
             const uint8_t* from = plane + (expert * rows + row) * row_bytes;
             for (int64_t g = 0; g < groups; g++) {
-                uint8_t bytes[kMaxGroup / 8];
-                const int64_t at = g * group_size / 8, count = std::min<int64_t>(group_size / 8, row_bytes - at);
-                memcpy(bytes, from + at, count);
-                if (at + count == row_bytes) bytes[count - 1] &= last_mask;
-                put_bits(bytes, count, lane, order, group_size, to + g * stride);
+                const int64_t at = g * group_size / 8, left = row_bytes - at;
+                const uint8_t* bytes = from + at;
+                uint8_t last[kMaxGroup / 8] = {};
+                if (left <= group_size / 8) {
+                    memcpy(last, bytes, left);
+                    last[left - 1] &= last_mask;
+                    bytes = last;
+                }
+                put_bits(bytes, lane, order, group_size, to + g * stride);
                 if (scale) {
                     memcpy(to + g * stride + 4 * group_size + 2 * lane, scale + (expert * rows + row) * groups + g, 2);
                 }
