@@ -17,16 +17,18 @@ FOLDER = "kernels/cpu/csrc"
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 SOURCES = ["module", "isa", "pack", "allocate", "fused_moe", "read_stream", "portable"]
 # Compiled for one instruction set each, and chosen at run time; see layout.h for what follows.
+AVX512 = [
+    "-Wno-maybe-uninitialized",  # of GCC 12, about its own intrinsics
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mavx512vnni"),
+    *("-mfma", "-mf16c", "-mprefer-vector-width=512"),
+]
 ISA_FLAGS = {
     "avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512.cpp": [
-        "-Wno-maybe-uninitialized",  # of GCC 12, about its own intrinsics
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi", "-mavx512vnni"),
-        *("-mfma", "-mf16c", "-mprefer-vector-width=512"),
-    ],
+    "avx512.cpp": AVX512,
+    "amx.cpp": [*AVX512, "-mamx-tile", "-mamx-int8"],
 }
 if X86:
-    SOURCES += ["avx2", "avx512"]
+    SOURCES += ["avx2", "avx512", "amx"]
 
 
 class BuildExtension(build_ext):

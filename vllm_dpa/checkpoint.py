@@ -417,7 +417,9 @@ class CheckpointReader:
         layer = self.layer(prefix)
         for chunk in range(self.max_chunks):
             file = self._file_of[prefix, chunk]
-            self._open.pop(file, None)  # what is mapped of the layers before counts as this process's memory
+            self._open.pop(
+                file, None
+            )  # what is mapped of the layers before counts as this process's memory
             parts: dict[str, Tensor] = {}
             for name, (dtype, shape) in chunk_specs(layer, self.settings, chunk).items():
                 tensor = self._tensor(file, name, dtype, shape)

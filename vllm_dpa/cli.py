@@ -290,7 +290,8 @@ def bench_cpu_command(
         str, typer.Option(metavar="NAME,..", help="per_chunk, geometric.")
     ] = "per_chunk,geometric",
     isas: Annotated[
-        str, typer.Option(metavar="NAME,..", help="avx512, avx2, portable; empty: the active one.")
+        str,
+        typer.Option(metavar="NAME,..", help="amx, avx512, avx2, portable; empty: the active one."),
     ] = "",
     threads: Annotated[str, typer.Option(metavar="N,..", help="Numbers of threads.")] = "1",
     tokens: Annotated[str, typer.Option(metavar="M,..", help="Batch sizes.")] = "1,4,16,128",

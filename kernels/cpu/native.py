@@ -20,7 +20,7 @@ from ..reference import check_budget
 
 INTERFACE_VERSION = 3
 ISA_VARIABLE = "VLLM_DPA_CPU_ISA"
-ISAS = ("avx512", "avx2", "portable")  # best first
+ISAS = ("amx", "avx512", "avx2", "portable")  # best first
 
 _POINTER, _INT64, _INT32, _NAME = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_char_p
 

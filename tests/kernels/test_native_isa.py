@@ -30,6 +30,8 @@ def test_best_available_one_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = "avx2"
     if {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi", "avx512_vnni"} <= flags:
         wanted = "avx512"
+    if wanted == "avx512" and {"amx_tile", "amx_int8"} <= flags:
+        wanted = "amx"
     assert native.active_isa() == wanted
     assert native.available_isas()[-1] == "portable"
 
@@ -48,7 +50,12 @@ def test_unknown_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_x86_headers_are_in_x86_files_alone() -> None:
     users = {path.name for path in CSRC.iterdir() if "immintrin.h" in path.read_text()}
-    assert users == {"avx2.cpp", "avx512.cpp"}
+    assert users == {"avx2.cpp", "avx512.cpp", "avx512_tile.h", "amx.cpp"}
+    includers = {path.name for path in CSRC.iterdir() if '"avx512_tile.h"' in path.read_text()}
+    assert includers == {"avx512.cpp", "amx.cpp"}
+
+
+AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vnni -mfma"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -56,10 +63,8 @@ def test_x86_headers_are_in_x86_files_alone() -> None:
     ("file", "flags"),
     [
         ("avx2.cpp", "-mavx2 -mfma -mf16c"),
-        (
-            "avx512.cpp",
-            "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vnni -mfma",
-        ),
+        ("avx512.cpp", AVX512),
+        ("amx.cpp", f"{AVX512} -mamx-tile -mamx-int8"),
     ],
 )
 def test_isa_files_share_no_inline_function(file: str, flags: str, tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ constexpr Isa kAvx2 = {"avx2", kByColumn, {kLut8, kLut16}, {}, {}, silu_mul_16};
 
 }  // namespace
 
-const Isa* avx2_isa() {
+const Isa* avx2_isa() noexcept {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
                ? &kAvx2
                : nullptr;

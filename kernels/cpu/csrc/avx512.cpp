@@ -8,24 +8,12 @@
 // tile: a (block, group) is decoded to u8 once and multiplied by int8 activations of many tokens.
 #include <immintrin.h>
 
+#include "avx512_tile.h"
 #include "layout.h"
 #include "lut_tables.h"
 #include "plain_math.h"
 
 namespace {
-
-#define INLINE static inline __attribute__((always_inline))
-
-// How far ahead of use planes are fetched, in bytes: a few blocks, about one DRAM latency.
-constexpr int kAhead = 2048;
-
-INLINE __m512 load_half(const uint8_t* p) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
-
-INLINE void prefetch(const uint8_t* p, int bytes) {
-    for (int i = 0; i < bytes; i += 64) _mm_prefetch(reinterpret_cast<const char*>(p + kAhead + i), _MM_HINT_T1);
-}
 
 // ---- lut ----------------------------------------------------------------------------------------------
 
@@ -197,81 +185,6 @@ void lut_multiply(const Matrix& w, int k, int64_t block, const Activation* x, in
 
 // ---- tile ---------------------------------------------------------------------------------------------
 
-// int8 codes in the order in which a tile holds its columns, then int32 sums of them per group.
-int64_t tile_bytes(int64_t groups, int group_size) { return groups * group_size + (4 * groups + 63) / 64 * 64; }
-
-void tile_prepare(const float* x, int64_t first, int64_t last, int64_t groups, int group_size, uint8_t* codes,
-                  float* scale, float* sum) {
-    int32_t* const code_sum = reinterpret_cast<int32_t*>(codes + groups * group_size);
-    for (int64_t g = first; g < last; g++, x += group_size) {
-        float largest;
-        int32_t q[kMaxGroup], total = 0;
-        group_stats(x, group_size, &largest, &sum[g]);
-        scale[g] = quantise(x, group_size, largest, 127.0f, q);
-        uint8_t* const to = codes + g * group_size;
-        // Bit b of the four bytes of dword c: columns 32c + {0, 8, 16, 24} + b.
-        for (int i = 0; i < group_size; i++) {
-            const int c = i / 32, byte = i % 32 / 8, b = i % 8;
-            to[c * 32 + b * 4 + byte] = static_cast<uint8_t>(q[i]);
-            total += q[i];
-        }
-        code_sum[g] = total;
-    }
-}
-
-// A decoded half block: u8 weight = offset + step * (u8 - centre).
-struct HalfTile {
-    __m512 step, offset;
-};
-
-// [group_size / 4][16 rows][4 columns] u8. Exact for geometric scales; a per_chunk one is rounded to 255
-// levels of its own range, from the small end in running sums so that they add up exactly.
-INLINE HalfTile decode_half(const Matrix& w, int k, int64_t at, int n, uint8_t* tile) {
-    const int half_bytes = 2 * w.group_size;
-    const int64_t stride = plane_stride(w.group_size, w.geometric);
-    const uint8_t* const sides = w.sides + at * sides_stride(w.geometric) + 32 * n;
-    __m512i weight[kMaxChunks];  // of one bit of plane j, in all four bytes of a row
-    HalfTile result;
-    result.offset = load_half(sides);
-    if (w.geometric) {
-        for (int j = 0; j < k; j++) weight[j] = _mm512_set1_epi8(static_cast<char>(1 << (k - 1 - j)));
-        result.step =
-            _mm512_mul_ps(load_half(sides + 2 * kRows), _mm512_set1_ps(2.0f / static_cast<float>(1 << (k - 1))));
-    } else {
-        __m512 scale[kMaxChunks], total = _mm512_setzero_ps();
-        for (int j = 0; j < k; j++) {
-            scale[j] = load_half(w.plane[j] + at * stride + 2 * half_bytes + 32 * n);
-            total = _mm512_add_ps(total, scale[j]);
-        }
-        result.step = _mm512_mul_ps(total, _mm512_set1_ps(2.0f / 255.0f));
-        const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(255.0f), _mm512_max_ps(total, _mm512_set1_ps(1e-20f)));
-        __m512 running = _mm512_setzero_ps();
-        __m512i before = _mm512_setzero_si512();
-        for (int j = k - 1; j >= 0; j--) {
-            running = _mm512_fmadd_ps(scale[j], inverse, running);
-            const __m512i rounded = _mm512_cvtps_epi32(running);
-            weight[j] = _mm512_mullo_epi32(_mm512_sub_epi32(rounded, before), _mm512_set1_epi32(0x01010101));
-            before = rounded;
-        }
-    }
-    for (int c = 0; c < w.group_size / 32; c++) {
-        __m512i u[8];
-        for (int b = 0; b < 8; b++) u[b] = _mm512_setzero_si512();
-        for (int j = 0; j < k; j++) {
-            const uint8_t* const bits = w.plane[j] + at * stride + n * half_bytes + 64 * c;
-            const __m512i v = _mm512_loadu_si512(bits);
-            prefetch(bits, 64);
-#pragma GCC unroll 8
-            for (int b = 0; b < 8; b++) {
-                const __mmask64 set = _mm512_test_epi8_mask(v, _mm512_set1_epi8(static_cast<char>(1 << b)));
-                u[b] = _mm512_mask_add_epi8(u[b], set, u[b], weight[j]);
-            }
-        }
-        for (int b = 0; b < 8; b++) _mm512_store_si512(tile + (c * 8 + b) * 64, u[b]);
-    }
-    return result;
-}
-
 // Adds one group of kTokens tokens times a decoded block to out.
 template <int kTokens>
 INLINE void tile_dot(const uint8_t* tile, const HalfTile half[2], float centre, const Activation* x, int64_t groups,
@@ -293,24 +206,15 @@ INLINE void tile_dot(const uint8_t* tile, const HalfTile half[2], float centre, 
         }
     }
     for (int m = 0; m < kTokens; m++) {
-        int32_t code_sum;
-        memcpy(&code_sum, x[m].codes + groups * group_size + 4 * g, 4);
-        // The centre is taken off the sum of the codes, not of the inputs: their rounding would not cancel.
-        const __m512 centred = _mm512_set1_ps(centre * static_cast<float>(code_sum));
-        const __m512 scale = _mm512_set1_ps(x[m].scale[g]), sum = _mm512_set1_ps(x[m].sum[g]);
-        for (int n = 0; n < 2; n++) {
-            float* const to = out + m * kRows + n * kHalf;
-            const __m512 value = _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(dot[n][m]), centred), scale);
-            const __m512 total = _mm512_fmadd_ps(value, half[n].step, _mm512_loadu_ps(to));
-            _mm512_storeu_ps(to, _mm512_fmadd_ps(half[n].offset, sum, total));
-        }
+        const GroupOfToken token = group_of_token(x[m], groups, group_size, g, centre);
+        for (int n = 0; n < 2; n++) add_half(dot[n][m], token, half[n], out + m * kRows + n * kHalf);
     }
 }
 
 void tile_multiply(const Matrix& w, int k, int64_t block, const Activation* x, int tokens, float* out) {
     alignas(64) uint8_t tile[kMaxGroup * kRows];
     memset(out, 0, sizeof(float) * kRows * tokens);
-    const float centre = w.geometric ? 0.5f * static_cast<float>((1 << k) - 1) : 127.5f;
+    const float centre = tile_centre(w, k);
     const int gs = w.group_size;
     for (int64_t g = 0; g < w.groups; g++) {
         const int64_t at = block * w.groups + g;
@@ -350,7 +254,7 @@ constexpr Isa kAvx512 = {
 
 }  // namespace
 
-const Isa* avx512_isa() {
+const Isa* avx512_isa() noexcept {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")

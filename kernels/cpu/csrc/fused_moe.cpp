@@ -19,6 +19,7 @@
 namespace {
 
 constexpr int64_t kPassTokens = 512;   // more tokens are done in passes, which bounds the scratch
+constexpr int64_t kOverread = 15;      // see Method::multiply
 constexpr int64_t kItemsPerThread = 8;  // work items, on average: the last one to end costs 1/8 at most
 
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -98,7 +99,8 @@ class Pass {
 
     // Bytes of scratch for `pairs` pairs of `tokens` tokens.
     int64_t scratch_bytes(int64_t tokens, int64_t pairs) const {
-        return 2 * tokens * aligned(activation_bytes(up_)) + pairs * activation_bytes(down_) +
+        const int64_t codes = activation_bytes(up_) + activation_bytes(down_);
+        return 2 * tokens * activation_bytes(up_) + (pairs + kOverread) * codes +
                pairs * aligned(4 * padded(up_.blocks * kHalf)) + pairs * aligned(4 * down_.blocks * kRows) +
                threads_ * aligned(4 * kRows * pairs);
     }
@@ -118,6 +120,10 @@ class Pass {
             float* const sums = sums_ + omp_get_thread_num() * (aligned(4 * kRows * pairs) / 4);
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < tokens_ * up_chunks; i++) prepare_input(i / up_chunks, i % up_chunks * kChunk);
+            if (needed_[true]) {
+#pragma omp for schedule(static)
+                for (int64_t p = 0; p < pairs; p++) line_up(p);
+            }
 #pragma omp for schedule(dynamic, 1)
             for (size_t i = 0; i < up_items.size(); i++) multiply_up(up_items[i], sums);
 #pragma omp for schedule(static)
@@ -204,8 +210,9 @@ class Pass {
         hidden_stride_ = aligned(4 * padded(up_.blocks * kHalf)) / 4;
         routed_stride_ = aligned(4 * down_.blocks * kRows) / 4;
         input_ = scratch;  // every token as lut input, then every token as tile input
-        hidden_codes_ = input_ + 2 * tokens_ * up_bytes_;
-        hidden_ = reinterpret_cast<float*>(hidden_codes_ + pairs * down_bytes_);
+        lined_up_ = input_ + 2 * tokens_ * up_bytes_;
+        hidden_codes_ = lined_up_ + (pairs + kOverread) * up_bytes_;
+        hidden_ = reinterpret_cast<float*>(hidden_codes_ + (pairs + kOverread) * down_bytes_);
         routed_ = hidden_ + pairs * hidden_stride_;
         sums_ = routed_ + pairs * routed_stride_;
 
@@ -218,7 +225,7 @@ class Pass {
             needed_[s.tile] = true;
             for (int64_t p = s.first; p < s.last; p++) {
                 tiled_[p] = s.tile;
-                up_inputs_[p] = activation(up_, input(pairs_[p].token, s.tile));
+                up_inputs_[p] = activation(up_, s.tile ? lined_up_ + p * up_bytes_ : input(pairs_[p].token, false));
                 down_inputs_[p] = activation(down_, hidden_codes_ + p * down_bytes_);
                 position_[pairs_[p].token * batch_.top_k + pairs_[p].slot] = p;
             }
@@ -272,6 +279,11 @@ class Pass {
         for (int tile = 0; tile < 2; tile++) {
             if (needed_[tile]) prepare(up_, tile, x, first, last, input(token, tile));
         }
+    }
+
+    // The tokens of a tile lie one stride apart, and a token is in as many tiles as it has experts.
+    void line_up(int64_t pair) {
+        if (tiled_[pair]) memcpy(lined_up_ + pair * up_bytes_, input(pairs_[pair].token, true), up_bytes_);
     }
 
     void prepare_hidden(int64_t pair, int64_t first) {
@@ -371,7 +383,7 @@ class Pass {
     std::vector<Activation> up_inputs_, down_inputs_;  // by pair
     std::vector<uint8_t> tiled_;                       // by pair
     std::vector<int64_t> position_;                    // (token, slot) -> pair, -1 where there is none
-    uint8_t *input_ = nullptr, *hidden_codes_ = nullptr;
+    uint8_t *input_ = nullptr, *lined_up_ = nullptr, *hidden_codes_ = nullptr;
     float *hidden_ = nullptr, *routed_ = nullptr, *sums_ = nullptr;
 };
 

@@ -8,6 +8,7 @@
 const Isa* find_isa(const char* name) {
     const Isa* known[] = {
 #ifdef VLLM_DPA_X86
+        amx_isa(),
         avx512_isa(),
         avx2_isa(),
 #endif

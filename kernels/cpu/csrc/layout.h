@@ -59,7 +59,8 @@ struct Method {
     // Codes, scale and sum of groups [first, last) of an input x that starts at group `first`.
     void (*prepare)(const float* x, int64_t first, int64_t last, int64_t groups, int group_size, uint8_t* codes,
                     float* scale, float* sum);
-    // out[token][32] = rows of `block` at tier k times each of `tokens` activations, gain left out.
+    // out[token][32] = rows of `block` at tier k times each of `tokens` activations, gain left out. The
+    // codes of consecutive tokens are one stride apart, and 15 strides past the last may be read.
     void (*multiply)(const Matrix& w, int k, int64_t block, const Activation* x, int tokens, float* out);
     // Most tokens of one multiply().
     int max_tokens;
@@ -80,10 +81,11 @@ struct Isa {
     void (*silu_mul)(const float* gate, const float* up, float gate_gain, float up_gain, float* out);
 };
 
-const Isa* portable_isa();
+const Isa* portable_isa() noexcept;
 #ifdef VLLM_DPA_X86
-const Isa* avx2_isa();    // null where the processor lacks it
-const Isa* avx512_isa();  // likewise
+const Isa* avx2_isa() noexcept;    // null where the processor lacks it
+const Isa* avx512_isa() noexcept;  // likewise
+const Isa* amx_isa() noexcept;     // likewise
 #endif
 
 // By name; null or empty: the best that the processor has. Null if unknown or not available.

@@ -89,4 +89,4 @@ constexpr Isa kPortable = {"portable", kByColumn, {}, {kTile, kTile}, {}, silu_m
 
 }  // namespace
 
-const Isa* portable_isa() { return &kPortable; }
+const Isa* portable_isa() noexcept { return &kPortable; }
