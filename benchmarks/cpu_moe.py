@@ -69,11 +69,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """``ms``: median of our kernel. ``ratio_*``: their time over ours. ``mixed_over_uniform``: time of
-    a dispatch whose experts differ in k, over that of a uniform one with as many chunks in all.
-    ``allocator_share``: time of the allocator's native code, in a dispatch's wake, over ``ms``.
-    ``gb_per_s``: bytes of the experts in use at tier k, over ``ms``; ``roof_share``: that over the
-    measured read bandwidth."""
+    """``ms``: median of our kernel. ``ratio_*``: their time over ours; vLLM's kernel without AMX, and
+    with it where the processor has it. ``mixed_over_uniform``: time of a dispatch whose experts differ
+    in k, over that of a uniform one with as many chunks in all. ``allocator_share``: time of the
+    allocator's native code, in a dispatch's wake, over ``ms``. ``gb_per_s``: bytes of the experts in
+    use at tier k, over ``ms``; ``roof_share``: that over the measured read bandwidth."""
 
     shape: str
     layout: str
@@ -83,6 +83,7 @@ class Row:
     k: int
     ms: float
     ratio_vllm_bf16: float | None
+    ratio_vllm_bf16_amx: float | None
     ratio_llama_cpp: float | None
     llama_cpp_format: str | None
     mixed_over_uniform: float | None
@@ -114,37 +115,42 @@ def random_layer(shape: Shape, layout: str, isa: str, generator: torch.Generator
 
 
 class VllmBf16:
-    """vLLM's ``cpu_fused_moe`` in bf16 without AMX, on layers of its own.
+    """vLLM's ``cpu_fused_moe`` in bf16, on layers of its own.
+
+    Args:
+        shape: of the layers.
+        isa: vLLM's name of the instruction set: ``vec``, or ``amx`` where the processor has it.
 
     Raises:
         ImportError: vLLM is not installed.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, isa: str) -> None:
         import vllm._custom_ops as ops
 
         def weights(*size: int) -> Tensor:
             # Random low bits under one exponent: small finite numbers, made quickly.
             value = torch.empty(size, dtype=torch.bfloat16)
             value.view(torch.int16).random_(0, 256).bitwise_or_(0x3C00)
-            return ops.cpu_prepack_moe_weight(value, "vec")
+            return ops.cpu_prepack_moe_weight(value, isa)
 
-        self._run = ops.cpu_fused_moe
+        self._run, self._isa = ops.cpu_fused_moe, isa
         up = (shape.experts, 2 * shape.intermediate, shape.hidden)
         down = (shape.experts, shape.hidden, shape.intermediate)
         self._layers = [(weights(*up), weights(*down)) for _ in range(NUM_LAYERS)]
 
     def __call__(self, x: Tensor, gates: Tensor, ids: Tensor, turn: int) -> None:
         w13, w2 = self._layers[turn % NUM_LAYERS]
-        self._run(torch.empty_like(x), x, w13, w2, None, None, gates, ids, "silu", "vec")
+        self._run(torch.empty_like(x), x, w13, w2, None, None, gates, ids, "silu", self._isa)
 
 
-def load_vllm(shape: Shape) -> VllmBf16 | None:
-    """The baseline, or None where vLLM is not installed."""
+def load_vllm(shape: Shape) -> dict[str, VllmBf16]:
+    """vLLM's kernels for this processor by instruction set; none where vLLM is not installed."""
+    isas = ["vec", "amx"] if "amx" in native.available_isas() else ["vec"]
     try:
-        return VllmBf16(shape)
+        return {isa: VllmBf16(shape, isa) for isa in isas}
     except ImportError:
-        return None
+        return {}
 
 
 def load_llama_cpp(shape: Shape, tiers: tuple[int, ...]) -> dict[int, LlamaCppMoe]:
@@ -231,7 +237,7 @@ class Race:
         self,
         name: str,
         layers: list[PackedLayer],
-        vllm: VllmBf16 | None,
+        vllm: dict[str, VllmBf16],
         llama_cpp: dict[int, LlamaCppMoe],
         tokens: int,
         options: Options,
@@ -245,8 +251,8 @@ class Race:
         self._turn = 0
         self._bytes: dict[int, list[int]] = {k: [] for k in options.k}
         self._runners: dict[tuple[str, int], Callable[[Tensor, Tensor], float]] = {}
-        if vllm is not None:
-            self._runners["vllm", 0] = partial(self._theirs, vllm, self._x)
+        for vllm_isa, layer in vllm.items():
+            self._runners[f"vllm {vllm_isa}", 0] = partial(self._theirs, layer, self._x)
         for k in options.k:
             if k in llama_cpp:
                 llama_cpp[k].prepare(tokens)
@@ -287,7 +293,8 @@ class Race:
             tokens=self._tokens,
             k=k,
             ms=1e3 * median(ours),
-            ratio_vllm_bf16=over_ours("vllm", 0),
+            ratio_vllm_bf16=over_ours("vllm vec", 0),
+            ratio_vllm_bf16_amx=over_ours("vllm amx", 0),
             ratio_llama_cpp=llama_cpp,
             llama_cpp_format=None if llama_cpp is None else llama_cpp_moe.FORMATS[k].name,
             mixed_over_uniform=over_ours("mixed", k),
@@ -346,6 +353,8 @@ def format_row(row: Row) -> str:
     ]
     if row.ratio_vllm_bf16 is not None:
         parts.append(f"{row.ratio_vllm_bf16:5.2f}x vLLM bf16")
+    if row.ratio_vllm_bf16_amx is not None:
+        parts.append(f"{row.ratio_vllm_bf16_amx:5.2f}x with AMX")
     if row.ratio_llama_cpp is not None:
         parts.append(f"{row.ratio_llama_cpp:5.2f}x {row.llama_cpp_format}")
     if row.mixed_over_uniform is not None:
