@@ -73,7 +73,7 @@ class Engine:
         ids = torch.randint(100, 50000, (batch, prompt)).tolist()
         prompts = [{"prompt_token_ids": row} for row in ids]
         start = time.perf_counter()
-        self._llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+        self._llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - start
 
     def prefill(self) -> float:
