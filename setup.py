@@ -15,7 +15,7 @@ from setuptools.errors import CompileError, ExecError, LinkError
 
 FOLDER = "kernels/cpu/csrc"
 X86 = platform.machine().lower() in ("x86_64", "amd64")
-SOURCES = ["module", "isa", "pack", "allocate", "fused_moe", "read_stream", "portable"]
+SOURCES = ["module", "isa", "pack", "allocate", "fused_moe", "descend", "read_stream", "portable"]
 # Compiled for one instruction set each, and chosen at run time; see layout.h for what follows.
 AVX512 = [
     "-Wno-maybe-uninitialized",  # of GCC 12, about its own intrinsics

@@ -3,13 +3,8 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
-
-import torch
-from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
+from typing import Any
 
 from vllm_dpa import __version__
 from vllm_dpa.checkpoint import (
@@ -17,7 +12,6 @@ from vllm_dpa.checkpoint import (
     MANIFEST,
     ChunkWriter,
     LayerQuality,
-    LayerShape,
     Manifest,
     Quality,
     TierQuality,
@@ -25,39 +19,23 @@ from vllm_dpa.checkpoint import (
     write_json,
 )
 from vllm_dpa.errors import DpaError
-from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_TIERS, PlaneStack
-from vllm_dpa.profiling.fit.matrix import ErrorSums, MatrixFit, assemble, cut_groups
-from vllm_dpa.profiling.fit.stage_a import fit_groups, tier_weights
+from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_TIERS
+from vllm_dpa.profiling.fit.matrix import ErrorSums
+from vllm_dpa.profiling.fitters import StageA
+from vllm_dpa.profiling.layer_fit import Advance, EncodeOptions, LayerFitter, LayerWeights
 from vllm_dpa.profiling.source import INDEX, SourceCheckpoint
 from vllm_dpa.safetensors_stream import SafetensorsStream
-from vllm_dpa.settings import FORMAT_VERSION, CheckpointSettings, GroupSize, ScaleLayout
+from vllm_dpa.settings import FORMAT_VERSION, CheckpointSettings
 
-# Groups of the layer that set its tier weights: their errors are averages, and steady long before.
-SAMPLE_GROUPS = 4096
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
-
-
-class EncodeOptions(BaseModel):
-    """Dials of the encoder.
-
-    Attributes:
-        scale_layout: ``per_chunk`` (one scale per plane) or ``geometric`` (one, halved per plane).
-        group_size: input columns that share a scale and an offset.
-        tier_exponent: x in w_k = E_k^-x: larger favours high tiers, smaller favours low ones.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    scale_layout: ScaleLayout = "per_chunk"
-    group_size: GroupSize = 128
-    tier_exponent: Annotated[float, Field(ge=0, le=2)] = 0.5
 
 
 def encode(
     model: Path,
     out: Path,
     options: EncodeOptions,
-    advance: Callable[[int], None] | None = None,
+    fitter: LayerFitter | None = None,
+    advance: Advance | None = None,
 ) -> Manifest:
     """Encode every routed expert of ``model`` into the new folder ``out``.
 
@@ -67,11 +45,13 @@ def encode(
         model: folder of a Hugging Face checkpoint.
         out: folder to create.
         options: dials.
+        fitter: the method; stage A, which needs no calibration, by default.
         advance: called with the number of weights done, for progress.
 
     Raises:
         DpaError: bad source, or ``out`` exists.
     """
+    fitter = fitter or StageA()
     source = SourceCheckpoint(model)
     settings = CheckpointSettings(group_size=options.group_size, scale_layout=options.scale_layout)
     out = Path(out)
@@ -82,7 +62,9 @@ def encode(
     partial.mkdir()
     try:
         files = _copy_rest(source, partial)
-        chunks, quality = _encode_layers(source, partial, settings, options, advance)
+        chunks, quality, notes = _encode_layers(
+            source, partial, settings, options, fitter, advance or _nothing
+        )
         config = source.config | {"quantization_config": settings.model_dump()}
         write_json(partial / CONFIG, config)
         manifest = Manifest(
@@ -90,7 +72,13 @@ def encode(
             settings=settings,
             layers=source.layers,
             files={name: record_file(partial / name) for name in files + chunks},
-            encoder={"name": "stage_a", "version": __version__, **options.model_dump()},
+            encoder={
+                "name": fitter.name,
+                "version": __version__,
+                **options.model_dump(),
+                **fitter.identity(),
+                "layers": notes,
+            },
             source=source.provenance(),
             quality=quality,
         )
@@ -129,75 +117,29 @@ def _encode_layers(
     out: Path,
     settings: CheckpointSettings,
     options: EncodeOptions,
-    advance: Callable[[int], None] | None,
-) -> tuple[list[str], Quality]:
+    fitter: LayerFitter,
+    advance: Advance,
+) -> tuple[list[str], Quality, dict[str, Any]]:
     total = ErrorSums()
     layers = []
+    notes = {}
     with ChunkWriter(out, source.layers, settings) as writer:
         for layer in source.layers:
+            fit = fitter.fit(LayerWeights(layer, source), options, advance)
+            writer.put(layer, fit.w13, fit.w2)
             sums = ErrorSums()
-            w13, w2 = _encode_layer(source, layer, settings, options, sums, advance)
-            writer.put(layer, w13, w2)
+            for one in (sums, total):
+                one.add(fit.error.sum(0), fit.error_with_gain.sum(0), float(fit.power.sum()))
             layers.append(LayerQuality(prefix=layer.prefix, sqnr_db=sums.sqnr_db(sums.error)))
-            total.add(sums.error, sums.with_gain, sums.power)
+            if fit.notes:
+                notes[layer.prefix] = fit.notes
     plain, gained = total.sqnr_db(total.error), total.sqnr_db(total.with_gain)
     tiers = [
         TierQuality(k=k, sqnr_db=plain[k - 1], sqnr_db_with_gain=gained[k - 1])
         for k in range(MIN_CHUNKS, NUM_TIERS)
     ]
-    return writer.files, Quality(tiers=tiers, layers=layers)
+    return writer.files, Quality(tiers=tiers, layers=layers), notes
 
 
-def _encode_layer(
-    source: SourceCheckpoint,
-    layer: LayerShape,
-    settings: CheckpointSettings,
-    options: EncodeOptions,
-    sums: ErrorSums,
-    advance: Callable[[int], None] | None,
-) -> tuple[PlaneStack, PlaneStack]:
-    """Fit a layer expert by expert; returns the planes of all of them."""
-    weights_of_tiers = _layer_tier_weights(source, layer, options)
-    fits: tuple[list[MatrixFit], list[MatrixFit]] = ([], [])
-    for expert in range(layer.num_experts):
-        for i, weight in enumerate(source.expert(layer.prefix, expert)):
-            groups, mask = cut_groups(weight, options.group_size)
-            fit = fit_groups(groups, mask, weights_of_tiers, options.scale_layout)
-            _check_range(fit.scale, fit.offset, f"{source.path}: {layer.prefix}, expert {expert}")
-            matrix = assemble(weight[None], fit, options.group_size, row_blocks=2 - i)
-            sums.add(matrix.error.sum(0), matrix.error_with_gain.sum(0), float(matrix.power.sum()))
-            fits[i].append(matrix)
-        if advance is not None:
-            advance(layer.num_weights // layer.num_experts)
-    columns = (layer.hidden_size, layer.intermediate_size)
-    w13, w2 = (_stack(f, c, settings) for f, c in zip(fits, columns, strict=True))
-    return w13, w2
-
-
-def _layer_tier_weights(
-    source: SourceCheckpoint, layer: LayerShape, options: EncodeOptions
-) -> Tensor:
-    """Tier weights of a layer, from an even sample of its first expert's groups."""
-    cuts = [cut_groups(w, options.group_size) for w in source.expert(layer.prefix, 0)]
-    groups, mask = (torch.cat([cut[i] for cut in cuts]) for i in (0, 1))
-    stride = max(1, len(groups) // SAMPLE_GROUPS)
-    return tier_weights(groups[::stride], mask[::stride], options.tier_exponent)
-
-
-def _check_range(scale: Tensor, offset: Tensor, where: str) -> None:
-    if not bool(torch.isfinite(scale).all() and torch.isfinite(offset).all()):
-        raise DpaError(f"{where}: weights beyond the range of fp16 scales (65504); rescale them")
-
-
-def _stack(fits: list[MatrixFit], columns: int, settings: CheckpointSettings) -> PlaneStack:
-    gain = torch.cat([f.gain for f in fits])
-    gain[..., :MIN_CHUNKS] = 1.0
-    return PlaneStack(
-        planes=[torch.cat(p) for p in zip(*(f.planes for f in fits), strict=True)],
-        scales=[torch.cat(s) for s in zip(*(f.scales for f in fits), strict=True)],
-        offset=torch.cat([f.offset for f in fits]),
-        gain=gain,
-        columns=columns,
-        group_size=settings.group_size,
-        scale_layout=settings.scale_layout,
-    )
+def _nothing(_: int) -> None:
+    pass

@@ -75,7 +75,7 @@ class SourceCheckpoint:
                 f"{self.path}: no tensor is named like {self.family.experts.pattern}; the experts "
                 "of this checkpoint are stored in a way that is not supported"
             )
-        return {p: found[p] for p in sorted(found, key=_layer_number)}
+        return {p: found[p] for p in sorted(found, key=layer_number)}
 
     def _layer_shape(self, prefix: str) -> LayerShape:
         names = self._expert_names[prefix]
@@ -166,5 +166,6 @@ class SourceCheckpoint:
         return json.loads(path.read_text()) if path.exists() else None
 
 
-def _layer_number(prefix: str) -> int:
+def layer_number(prefix: str) -> int:
+    """Number of the decoder layer that ``prefix`` lies in: 3 for ``model.layers.3.mlp.experts``."""
     return next(int(part) for part in prefix.split(".") if part.isdecimal())

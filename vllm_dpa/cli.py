@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from pydantic import BaseModel, ValidationError
@@ -25,6 +25,12 @@ from rich.table import Table
 
 from vllm_dpa import __version__
 from vllm_dpa.errors import DpaError, one_line
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_dpa.profiling.layer_fit import LayerFitter
+    from vllm_dpa.profiling.source import SourceCheckpoint
 
 app = typer.Typer(
     name="vllm-dpa",
@@ -55,6 +61,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 WindowOption = Annotated[
     int, typer.Option(min=2, help="Tokens per sequence that the text is cut into.")
 ]
+
+DeviceOption = Annotated[str, typer.Option(metavar="cpu|cuda:N", help="Where to compute.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -96,9 +104,28 @@ def encode_command(
             help="Larger favours many chunks (k = 8), smaller favours few (k = 2).",
         ),
     ] = 0.5,
+    target_tiers: Annotated[
+        str, typer.Option(metavar="K,K,..", help="The numbers of chunks that will be used.")
+    ] = "2,3,4,5,6,7,8",
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Text like what will be served: a UTF-8 file, a .jsonl file with a text per line, "
+            "or the id of a dataset. Without it the fit knows the weights alone.",
+        ),
+    ] = None,
+    calibration_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of the calibration text to use.")
+    ] = 131072,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Which part of a longer calibration text is used.")
+    ] = 0,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Encode the routed experts of MODEL into OUT, which `vllm serve OUT` then serves."""
-    from vllm_dpa.profiling.encode import EncodeOptions, encode
+    from vllm_dpa.profiling.encode import encode
+    from vllm_dpa.profiling.layer_fit import EncodeOptions
     from vllm_dpa.profiling.source import SourceCheckpoint
 
     options = _options(
@@ -106,12 +133,45 @@ def encode_command(
         scale_layout=scale_layout.value,
         group_size=group_size,
         tier_exponent=tier_exponent,
+        target_tiers=tuple(int(k) for k in _numbers(target_tiers, "--target-tiers")),
     )
-    weights = sum(layer.num_weights for layer in SourceCheckpoint(model).layers)
+    source = SourceCheckpoint(model)
+    fitter = _fitter(source, calibration, calibration_tokens, seed, device)
+    weights = sum(layer.num_weights for layer in source.layers)
     with _progress("encoding weights", weights) as advance:
-        manifest = encode(model, out, options, advance)
+        manifest = encode(model, out, options, fitter, advance)
     quality = ", ".join(f"k={t.k} {t.sqnr_db:.1f}" for t in manifest.quality.tiers)
     log.print(f"{out}: {len(manifest.layers)} MoE layers, SQNR in dB: {quality}", soft_wrap=True)
+
+
+def _fitter(
+    source: "SourceCheckpoint", calibration: str | None, tokens: int, seed: int, device: str
+) -> "LayerFitter":
+    from vllm_dpa.profiling.calibration import Calibration, CalibrationOptions, read_documents
+    from vllm_dpa.profiling.fitters import StageA, StageB
+
+    place = _device(device)
+    if calibration is None:
+        log.print(
+            "no --calibration text: fitting the weights alone (stage A); with a text like what will "
+            "be served the error is a quarter smaller",
+            soft_wrap=True,
+        )
+        return StageA(place)
+    options = _options(CalibrationOptions, max_tokens=tokens, seed=seed)
+    return StageB(Calibration(source, read_documents(calibration), options, place), place)
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise DpaError(f"--device {name} cannot be used: {first}") from None
+    return device
 
 
 @app.command("profile")

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..budget import Budget
 from ..reference import check_budget
 
-INTERFACE_VERSION = 3
+INTERFACE_VERSION = 4
 ISA_VARIABLE = "VLLM_DPA_CPU_ISA"
 ISAS = ("amx", "avx512", "avx2", "portable")  # best first
 
@@ -96,6 +96,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "pack_plane": ([_NAME] + [_POINTER] * 2 + [_INT64] * 4 + [_INT32, _POINTER], None),
     "pack_sides": ([_POINTER] * 2 + [_INT64] * 3 + [_INT32, _POINTER], None),
     "read_stream": ([_POINTER, _INT64], ctypes.c_uint64),
+    "descend": ([_POINTER] * 8 + [_INT64] * 2, None),
     "fused_moe": ([_NAME] + [_POINTER] * 3 + [_INT64], _INT64),
 }
 
@@ -215,3 +216,48 @@ def allocate(gates: Tensor, topk_ids: Tensor, budget: Budget) -> Tensor:
             f"expert id {int(ids.max())} with {budget.num_experts} experts in the table"
         )
     return counts
+
+
+def descend(
+    weight: Tensor,
+    hessian: Tensor,
+    scale: Tensor,
+    offset: Tensor,
+    tier_weights: Tensor,
+    codes: Tensor,
+    error: Tensor,
+    gradient: Tensor,
+) -> None:
+    """Code step of the encoder's coordinate descent on one block of columns of E matrices.
+
+    Args:
+        weight: float32 [E, N, C].
+        hessian: float32 [E, C, C], the block's own.
+        scale: float32 [E, N, 8].
+        offset: float32 [E, N].
+        tier_weights: float32 [9].
+        codes: uint8 [E, N, C], changed.
+        error: float32 [E, N, 7, C], decode minus weight at tiers 2..8 under ``codes``; changed.
+        gradient: float32 [E, N, 7, C], errors of all columns times the Hessian; used up.
+    """
+    experts, rows, columns = weight.shape
+    shapes = {
+        "hessian": (hessian, (experts, columns, columns)),
+        "scale": (scale, (experts, rows, 8)),
+        "offset": (offset, (experts, rows)),
+        "tier_weights": (tier_weights, (9,)),
+        "codes": (codes, (experts, rows, columns)),
+        "error": (error, (experts, rows, 7, columns)),
+        "gradient": (gradient, (experts, rows, 7, columns)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        dtype = torch.uint8 if name == "codes" else torch.float32
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous {dtype} {shape}")
+    for e in range(experts):
+        library().descend(
+            *(t[e].data_ptr() for t in (weight, hessian, scale, offset)),
+            tier_weights.data_ptr(),
+            *(t[e].data_ptr() for t in (codes, error, gradient)),
+            *(rows, columns),
+        )

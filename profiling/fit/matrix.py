@@ -2,12 +2,14 @@
 """Expert matrices <-> groups: cutting, padding, packing, and the gain of every tier."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from vllm_dpa.kernels.planes import NUM_CHUNKS, NUM_TIERS, num_groups, pack_bits
+from vllm_dpa.kernels.planes import GEOMETRIC, NUM_CHUNKS, NUM_TIERS, num_groups, pack_bits
 
 from .stage_a import GroupFit
 
@@ -63,50 +65,105 @@ def cut_groups(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     columns = weight.shape[-1]
     short = num_groups(columns, group_size) * group_size - columns
     padded = torch.nn.functional.pad(weight.float(), (0, short))
-    mask = torch.nn.functional.pad(torch.ones(columns), (0, short)).expand(padded.shape)
+    ones = torch.ones(columns, device=weight.device)
+    mask = torch.nn.functional.pad(ones, (0, short)).expand(padded.shape)
     return padded.reshape(-1, group_size), mask.reshape(-1, group_size)
 
 
-def assemble(weight: Tensor, fit: GroupFit, group_size: int, row_blocks: int) -> MatrixFit:
-    """Pack the fit of ``cut_groups(weight)`` for storage and measure it.
+@dataclass
+class MatrixCode:
+    """E matrices [N, C] as codes and scales of G groups of columns.
+
+    Attributes:
+        codes: uint8 [E, N, C]; plane j is bit 7 - j.
+        scale: float32 [E, N, G, 8], never negative; values that fp16 holds (in the geometric layout
+            those of plane 0, halved from plane to plane).
+        offset: float32 [E, N, G], values that fp16 holds.
+        group_size: columns of a group; the last one may be short.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor
+    group_size: int
+
+    @classmethod
+    def of_groups(cls, fit: GroupFit, shape: torch.Size, group_size: int) -> Self:
+        """From the fit of ``cut_groups(weight)`` of a weight of this shape, [E, N, C]."""
+        experts, rows, columns = shape
+        groups = (experts, rows, num_groups(columns, group_size))
+        return cls(
+            fit.codes.view(experts, rows, -1)[..., :columns].contiguous(),
+            fit.plane_scales().view(*groups, NUM_CHUNKS),
+            fit.offset.float().view(groups),
+            group_size,
+        )
+
+    def group(self, g: int) -> slice:
+        """Columns of group ``g``."""
+        first = g * self.group_size
+        return slice(first, min(first + self.group_size, self.codes.shape[-1]))
+
+    def tiers(self) -> Iterator[Tensor]:
+        """Decoded weights at tier 1..8, each float32 [E, N, C], gain not applied."""
+
+        def spread(values: Tensor) -> Tensor:
+            return values.repeat_interleave(self.group_size, -1)[..., : self.codes.shape[-1]]
+
+        value = spread(self.offset)
+        for j in range(NUM_CHUNKS):
+            sign = ((self.codes >> (NUM_CHUNKS - 1 - j)) & 1).float() * 2 - 1
+            value = value + spread(self.scale[..., j]) * sign
+            yield value
+
+
+def assemble(
+    weight: Tensor,
+    code: MatrixCode,
+    scale_layout: str,
+    row_blocks: int,
+    hessian: Tensor | None = None,
+) -> MatrixFit:
+    """Pack a code of ``weight`` for storage and measure it.
 
     Args:
-        weight: [E, N, C], what was fitted.
+        weight: float32 [E, N, C], what was fitted.
+        code: its code.
+        scale_layout: ``per_chunk`` or ``geometric``.
         row_blocks: matrices stacked in the rows (2 for w13), each with gains of its own.
+        hessian: float32 [E, C, C], E[x x^T] of the inputs; the identity without it.
 
-    The gain makes tier k unbiased: ``gain_k = <W, W> / <W, c_k>``. Least-squares scales shrink the
-    decoded weights, and shrinkage adds up coherently over layers while rounding noise averages out.
+    The gain makes the outputs of tier k unbiased: ``gain_k = <W, W>_H / <W, c_k>_H``. Least-squares
+    scales shrink the decoded weights, and shrinkage adds up coherently over layers while rounding
+    noise averages out. The errors are those of the weights, whatever the Hessian.
     """
-    experts, rows, columns = weight.shape
-    groups = num_groups(columns, group_size)
+    experts = weight.shape[0]
 
-    def per_weight(values: Tensor) -> Tensor:
-        return values.view(experts, rows, groups * group_size)[..., :columns]
+    def blocks(values: Tensor) -> Tensor:
+        return values.unflatten(1, (row_blocks, -1))
 
-    planes = [
-        pack_bits(per_weight((fit.codes >> (NUM_CHUNKS - 1 - j)) & 1)) for j in range(NUM_CHUNKS)
-    ]
-    scales = [s.reshape(experts, rows, groups).contiguous() for s in fit.scale.unbind(1)]
-    target = weight.float().unflatten(1, (row_blocks, -1))
-    power = (target * target).sum((2, 3), dtype=torch.float64)
-    gain = torch.ones(experts, row_blocks, NUM_TIERS, dtype=torch.float64)
-    error = torch.zeros(experts, NUM_TIERS, dtype=torch.float64)
-    error_with_gain = torch.zeros(experts, NUM_TIERS, dtype=torch.float64)
-    for k, values in enumerate(fit.tiers()):
-        if k == 0:
-            continue
-        tier = per_weight(values).unflatten(1, (row_blocks, -1))
-        along = (target * tier).sum((2, 3), dtype=torch.float64)
-        gain[..., k] = torch.where(along > 0, power / along.clamp_min(1e-300), 1.0)
+    planes = [pack_bits((code.codes >> (NUM_CHUNKS - 1 - j)) & 1) for j in range(NUM_CHUNKS)]
+    stored = code.scale[..., :1] if scale_layout == GEOMETRIC else code.scale
+    target = blocks(weight)
+    probe = target if hessian is None else blocks(weight @ hessian)
+    power = (target * target).sum((1, 2, 3), dtype=torch.float64)
+    along_itself = (probe * target).sum((2, 3), dtype=torch.float64)
+    gain = torch.ones(experts, row_blocks, NUM_TIERS, dtype=torch.float64, device=weight.device)
+    error = gain.new_zeros(experts, NUM_TIERS)
+    error_with_gain = error.clone()
+    for k, values in enumerate(code.tiers(), start=1):
+        tier = blocks(values)
+        along = (probe * tier).sum((2, 3), dtype=torch.float64)
+        gain[..., k] = torch.where(along > 0, along_itself / along.clamp_min(1e-300), 1.0)
         scaled = tier * gain[..., k, None, None].float()
         error[:, k] = ((target - tier) ** 2).sum((1, 2, 3), dtype=torch.float64)
         error_with_gain[:, k] = ((target - scaled) ** 2).sum((1, 2, 3), dtype=torch.float64)
     return MatrixFit(
-        planes=planes,
-        scales=scales,
-        offset=fit.offset.reshape(experts, rows, groups).contiguous(),
-        gain=gain.float(),
-        error=error,
-        error_with_gain=error_with_gain,
-        power=power.sum(1),
+        planes=[plane.cpu() for plane in planes],
+        scales=[scale.half().cpu().contiguous() for scale in stored.unbind(-1)],
+        offset=code.offset.half().cpu(),
+        gain=gain.float().cpu(),
+        error=error.cpu(),
+        error_with_gain=error_with_gain.cpu(),
+        power=power.cpu(),
     )

@@ -43,7 +43,7 @@ def best_scales(
     basis = _basis(codes)
     weighted = basis * mask[..., None]
     tail = tail_weights(tier_weights)
-    index = torch.arange(NUM_CHUNKS + 1)
+    index = torch.arange(NUM_CHUNKS + 1, device=weight.device)
     pair_tail = tail[torch.maximum(index[:, None], index)]
     gram = (weighted.transpose(1, 2) @ basis).double() * pair_tail
     right = (weighted.transpose(1, 2) @ weight[..., None])[..., 0].double() * tail
@@ -84,5 +84,7 @@ def _basis(codes: Tensor) -> Tensor:
 
 def _solve(gram: Tensor, right: Tensor) -> Tensor:
     damping = DAMPING * gram.diagonal(dim1=1, dim2=2).mean(1)
-    damped = gram + damping[:, None, None] * torch.eye(gram.shape[1], dtype=gram.dtype)
+    damped = gram + damping[:, None, None] * torch.eye(
+        gram.shape[1], dtype=gram.dtype, device=gram.device
+    )
     return torch.linalg.solve(damped, right)

@@ -42,7 +42,7 @@ class GroupFit:
     def plane_scales(self) -> Tensor:
         """float32 [n, 8]."""
         scale = self.scale.float()
-        return scale if scale.shape[1] == NUM_CHUNKS else scale * HALVINGS
+        return scale if scale.shape[1] == NUM_CHUNKS else scale * HALVINGS.to(scale.device)
 
     def tiers(self) -> list[Tensor]:
         """Decoded weights at tier 0..8, each float32 [n, G], gain not applied."""
@@ -61,13 +61,13 @@ def tier_weights(weight: Tensor, mask: Tensor, exponent: float) -> Tensor:
     E_k is the relative error of tier k under plain bit slicing of an 8-bit round to nearest, so that
     exponent 0 weighs absolute errors and exponent 1 weighs every tier's relative error alike.
     """
-    only_top = torch.zeros(NUM_TIERS)
+    only_top = weight.new_zeros(NUM_TIERS)
     only_top[NUM_CHUNKS] = 1.0
     offset, half_range = _mid_and_half_range(weight, mask)
-    scale = half_range[:, None] / 2 * HALVINGS
+    scale = half_range[:, None] / 2 * HALVINGS.to(weight.device)
     fit = GroupFit(best_codes(weight, offset, scale, only_top), scale, offset)
     power = (mask * weight * weight).sum().clamp_min(torch.finfo(torch.float32).tiny)
-    out = torch.zeros(NUM_TIERS)
+    out = weight.new_zeros(NUM_TIERS)
     for k, tier in enumerate(fit.tiers()):
         if k >= MIN_CHUNKS:
             error = (mask * (weight - tier) ** 2).sum() / power
@@ -80,6 +80,7 @@ def fit_groups(
     mask: Tensor,
     weights_of_tiers: Tensor,
     scale_layout: str,
+    rounds: int = ROUNDS,
 ) -> GroupFit:
     """Fit every group on its own.
 
@@ -88,12 +89,13 @@ def fit_groups(
         mask: float32 [n, G]; 0 where a short group has no column.
         weights_of_tiers: float32 [9].
         scale_layout: ``per_chunk`` or ``geometric``.
+        rounds: alternations.
     """
     fit_block = {PER_CHUNK: _fit_per_chunk, GEOMETRIC: _fit_geometric}[scale_layout]
     parts = []
     for begin in range(0, len(weight), BLOCK):
         block = slice(begin, begin + BLOCK)
-        parts.append(fit_block(weight[block], mask[block], weights_of_tiers))
+        parts.append(fit_block(weight[block], mask[block], weights_of_tiers, rounds))
     return GroupFit(
         torch.cat([p.codes for p in parts]),
         torch.cat([p.scale for p in parts]),
@@ -101,10 +103,10 @@ def fit_groups(
     )
 
 
-def _fit_per_chunk(weight: Tensor, mask: Tensor, weights_of_tiers: Tensor) -> GroupFit:
+def _fit_per_chunk(weight: Tensor, mask: Tensor, weights_of_tiers: Tensor, rounds: int) -> GroupFit:
     offset, half_range = _mid_and_half_range(weight, mask)
-    scale = half_range[:, None] / 2 * HALVINGS
-    for _ in range(ROUNDS):
+    scale = half_range[:, None] / 2 * HALVINGS.to(weight.device)
+    for _ in range(rounds):
         codes = best_codes(weight, offset, scale, weights_of_tiers)
         offset, scale = best_scales(weight, mask, codes, weights_of_tiers)
     # Kernels may assume scales >= 0: the sign goes into the bits of the final code step.
@@ -113,7 +115,7 @@ def _fit_per_chunk(weight: Tensor, mask: Tensor, weights_of_tiers: Tensor) -> Gr
     return GroupFit(codes, scale, offset)
 
 
-def _fit_geometric(weight: Tensor, mask: Tensor, weights_of_tiers: Tensor) -> GroupFit:
+def _fit_geometric(weight: Tensor, mask: Tensor, weights_of_tiers: Tensor, rounds: int) -> GroupFit:
     coder = _GeometricCoder(weights_of_tiers)
     middle, half_range = _mid_and_half_range(weight, mask)
     offset, scale = middle.clone(), half_range / 2
@@ -123,7 +125,7 @@ def _fit_geometric(weight: Tensor, mask: Tensor, weights_of_tiers: Tensor) -> Gr
         error = coder.error(weight, mask, middle, trial)
         scale = torch.where(error < best, trial, scale)
         best = torch.minimum(error, best)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         codes = coder.codes(weight, offset, scale)
         offset, scale = best_geometric_scale(weight, mask, codes, weights_of_tiers)
         scale = scale.abs()
@@ -137,7 +139,7 @@ class _GeometricCoder:
     are those of the unit group, scaled."""
 
     def __init__(self, weights_of_tiers: Tensor) -> None:
-        slope, intercept = code_lines(HALVINGS[None], weights_of_tiers)
+        slope, intercept = code_lines(HALVINGS[None].to(weights_of_tiers.device), weights_of_tiers)
         breakpoints, order = lower_envelope(slope, intercept)
         self._breakpoints, self._order = breakpoints[0].contiguous(), order[0].to(torch.uint8)
         self._moment, self._square = slope[0], intercept[0]

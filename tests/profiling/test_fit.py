@@ -19,7 +19,7 @@ from vllm_dpa.kernels.planes import (
     num_groups,
 )
 from vllm_dpa.profiling.fit.codes import NUM_CODES, best_codes, sign_table
-from vllm_dpa.profiling.fit.matrix import MatrixFit, assemble, cut_groups
+from vllm_dpa.profiling.fit.matrix import MatrixCode, MatrixFit, assemble, cut_groups
 from vllm_dpa.profiling.fit.scales import best_geometric_scale, best_scales
 from vllm_dpa.profiling.fit.stage_a import HALVINGS, GroupFit, fit_groups, tier_weights
 
@@ -468,7 +468,8 @@ def fit_matrix(weight: Tensor, layout: str, group_size: int, row_blocks: int) ->
     """Encode [E, N, C] as the encoder does."""
     groups, mask = cut_groups(weight, group_size)
     fit = fit_groups(groups, mask, tier_weights(groups, mask, 0.5), layout)
-    return assemble(weight, fit, group_size, row_blocks)
+    code = MatrixCode.of_groups(fit, weight.shape, group_size)
+    return assemble(weight, code, layout, row_blocks)
 
 
 def stack_of(matrix: MatrixFit, columns: int, group_size: int, layout: str) -> PlaneStack:

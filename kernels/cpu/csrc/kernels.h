@@ -8,7 +8,7 @@
 #define VLLM_DPA_API extern "C" __attribute__((visibility("default")))
 
 // Changes whenever a signature below does; native.py refuses a module built from other sources.
-constexpr int kInterfaceVersion = 3;
+constexpr int kInterfaceVersion = 4;
 
 VLLM_DPA_API int vllm_dpa_interface_version();
 
@@ -95,3 +95,8 @@ VLLM_DPA_API uint64_t vllm_dpa_read_stream(const uint64_t* words, int64_t count)
 // needed if it has fewer, or a negative Status; only with kOk is all of `out` written.
 VLLM_DPA_API int64_t vllm_dpa_fused_moe(const char* isa, const MoeLayer* layer, const MoeBatch* batch,
                                         uint8_t* scratch, int64_t scratch_bytes);
+
+// The encoder's code step; see descend.cpp and native.py.
+VLLM_DPA_API void vllm_dpa_descend(const float* target, const float* hessian, const float* scale, const float* offset,
+                                   const float* weight, uint8_t* codes, float* error, float* gradient, int64_t rows,
+                                   int64_t columns);
