@@ -22,7 +22,6 @@ from vllm_dpa.checkpoint import (
     CONFIG,
     MANIFEST,
     CheckpointReader,
-    ChunkWriter,
     LayerShape,
     Manifest,
     Quality,
@@ -30,6 +29,7 @@ from vllm_dpa.checkpoint import (
     record_file,
     write_json,
 )
+from vllm_dpa.checkpoint_parts import join_chunks, write_layer
 from vllm_dpa.kernels.planes import (
     NUM_CHUNKS,
     NUM_TIERS,
@@ -139,18 +139,21 @@ def write(out: Path, layers: int, settings: CheckpointSettings) -> None:
         for i in range(layers)
     ]
     write_rest(out / REST, layers)
-    with ChunkWriter(out, shapes, settings) as writer:
-        for shape in shapes:
-            w13 = random_stack(2 * INTERMEDIATE, HIDDEN, settings, 2)
-            writer.put(shape, w13, random_stack(HIDDEN, INTERMEDIATE, settings, 1))
-            print(f"\r{shape.prefix}", end="", file=sys.stderr, flush=True)
+    parts = out / "parts"
+    parts.mkdir()
+    for shape in shapes:
+        w13 = random_stack(2 * INTERMEDIATE, HIDDEN, settings, 2)
+        write_layer(parts, shape, w13, random_stack(HIDDEN, INTERMEDIATE, settings, 1))
+        print(f"\r{shape.prefix}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
+    chunks = join_chunks(parts, out, shapes, settings)
+    parts.rmdir()
     write_json(out / CONFIG, model_config(layers) | {"quantization_config": settings.model_dump()})
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         settings=settings,
         layers=shapes,
-        files={name: record_file(out / name) for name in [REST, *writer.files]},
+        files={name: record_file(out / name) for name in [REST, *chunks]},
         encoder={"name": "synthetic", "version": __version__},
         source={"name": "random weights of OLMoE-1B-7B's shape", "model_type": "olmoe"},
         quality=Quality(tiers=[], layers=[]),

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_dpa.checkpoint import LayerShape
 from vllm_dpa.errors import DpaError
 
 EXPERT_WORD = re.compile(r"\.experts\.")
@@ -21,6 +22,7 @@ class Family:
     Attributes:
         model_type: ``model_type`` in config.json.
         num_experts_key: key of config.json with the number of routed experts.
+        intermediate_key: key with the intermediate size of a routed expert.
         experts: pattern of an expert tensor, with groups ``prefix`` (the module that vLLM calls the
             MoE layer), ``expert`` and ``matrix``.
         matrices: names of the gate, up and down projection in group ``matrix``.
@@ -28,6 +30,7 @@ class Family:
 
     model_type: str
     num_experts_key: str
+    intermediate_key: str
     experts: re.Pattern[str]
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
@@ -39,8 +42,9 @@ _MLP_EXPERTS = re.compile(
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("olmoe", "num_experts", _MLP_EXPERTS),
-        Family("qwen2_moe", "num_experts", _MLP_EXPERTS),
+        Family("olmoe", "num_experts", "intermediate_size", _MLP_EXPERTS),
+        Family("qwen2_moe", "num_experts", "moe_intermediate_size", _MLP_EXPERTS),
+        Family("qwen3_moe", "num_experts", "moe_intermediate_size", _MLP_EXPERTS),
     )
 }
 
@@ -57,6 +61,36 @@ def family_of(config: dict[str, Any], tensor_names: list[str], where: str) -> Fa
             f"{where}: model_type {model_type!r} has no MoE layer with routed experts; there is "
             "nothing to encode"
         )
+    return _listed(model_type, where)
+
+
+def layers_of_config(config: dict[str, Any], where: str) -> list[LayerShape]:
+    """The MoE layers of a model whose weights are not there.
+
+    Raises:
+        DpaError: a family that is not listed, or a size is missing in the config.
+    """
+    family = _listed(str(config.get("model_type")), where)
+    keys = ("num_hidden_layers", "hidden_size", family.num_experts_key, family.intermediate_key)
+    for key in keys:
+        if not isinstance(config.get(key), int):
+            raise DpaError(f"{where}: config.json has no {key}")
+    count, hidden, experts, intermediate = (config[key] for key in keys)
+    dense = set(config.get("mlp_only_layers") or [])
+    step = config.get("decoder_sparse_step") or 1
+    return [
+        LayerShape(
+            prefix=f"model.layers.{i}.mlp.experts",
+            num_experts=experts,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+        )
+        for i in range(count)
+        if i not in dense and (i + 1) % step == 0
+    ]
+
+
+def _listed(model_type: str, where: str) -> Family:
     if model_type not in FAMILIES:
         raise DpaError(
             f"{where}: model_type {model_type!r} is not supported; supported are "

@@ -2,7 +2,7 @@
 """The encoder's methods: stage A needs the weights alone, stage B calibration data too."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.nn.functional import linear, silu
 
 from vllm_dpa.checkpoint import LayerShape
 from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_TIERS
-from vllm_dpa.profiling.calibration import Calibration
+from vllm_dpa.profiling.calibration import LayerInputs
 from vllm_dpa.profiling.fit.matrix import MatrixCode, MatrixFit, assemble, cut_groups
 from vllm_dpa.profiling.fit.stage_a import BLOCK, ROUNDS, fit_groups
 from vllm_dpa.profiling.fit.stage_b import Descent
@@ -56,7 +56,7 @@ class StageA:
             for i, matrix in enumerate(stack_experts(weights, members, self.device)):
                 code = stage_a_code(matrix, tier_weights, options)
                 fits.append(assemble(matrix, code, options.scale_layout, row_blocks=2 - i))
-            return ExpertFit(*fits)
+            return ExpertFit(fits[0], fits[1])
 
         return fit_blocks(weights, options, fit_block, 1, self.device, advance)
 
@@ -77,12 +77,20 @@ ERROR_TOKENS = 256
 BATCH_ELEMENTS = 2**31
 
 
+class CalibrationData(Protocol):
+    """What stage B needs of :class:`~.calibration.Calibration`."""
+
+    def inputs(self, prefix: str) -> LayerInputs: ...
+    def identity(self) -> dict[str, Any]: ...
+    def working_bytes(self, shape: LayerShape) -> int: ...
+
+
 @dataclass
 class StageB:
     """Coordinate descent under the Hessian of every expert's own inputs, from a short stage A; the
     gains are unbiased in output space."""
 
-    calibration: Calibration
+    calibration: CalibrationData
     device: torch.device = CPU
     name: str = "stage_b"
 
@@ -106,7 +114,7 @@ class StageB:
                 fits.append(assemble(matrix, code, options.scale_layout, 2 - i, hessian))
                 codes.append(code)
             error = _output_errors(hidden, (w13, w2), codes, [f.gain for f in fits])
-            return ExpertFit(*fits, output_error=error)
+            return ExpertFit(fits[0], fits[1], error)
 
         block = self._block(weights.shape)
         fit = fit_blocks(weights, options, fit_block, block, self.device, advance)

@@ -106,7 +106,7 @@ def _measure(
         stacks = checkpoint.read_layer(layer.prefix)
         for expert in range(layer.num_experts):
             for weight, stack in zip(source.expert(layer.prefix, expert), stacks, strict=True):
-                sums.add(*_matrix_errors(weight.float(), stack, expert))
+                sums.add(*_matrix_errors(weight, stack, expert))
             if advance is not None:
                 advance(1)
     plain, gained = sums.sqnr_db(sums.error), sums.sqnr_db(sums.with_gain)

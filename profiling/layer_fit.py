@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from functools import partial
+from typing import Annotated, Any, Protocol, Self
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -62,15 +63,22 @@ class EncodeOptions(BaseModel):
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The routed experts of one layer, read when asked for."""
+    """The routed experts of one layer, read when asked for.
+
+    Attributes:
+        shape: their number and sizes.
+        expert: index -> float32 w13 [2I, H] (gate rows, then up rows) and w2 [H, I].
+        where: for messages.
+    """
 
     shape: LayerShape
-    source: SourceCheckpoint
+    expert: Callable[[int], tuple[Tensor, Tensor]]
+    where: str
 
-    def expert(self, index: int) -> tuple[Tensor, Tensor]:
-        """float32 w13 [2I, H] (gate rows, then up rows) and w2 [H, I]."""
-        w13, w2 = self.source.expert(self.shape.prefix, index)
-        return w13.float(), w2.float()
+    @classmethod
+    def of_source(cls, source: SourceCheckpoint, shape: LayerShape) -> Self:
+        where = f"{source.path}: {shape.prefix}"
+        return cls(shape, partial(source.expert, shape.prefix), where)
 
     def tier_weights(self, options: EncodeOptions) -> Tensor:
         """w_k, float32 [9], from an even sample of the first expert's groups."""
@@ -168,7 +176,7 @@ def fit_blocks(
     with one_thread_each(device) as run:
         for members, part in zip(blocks, run(fit_block, blocks), strict=True):
             for matrix in (part.w13, part.w2):
-                _check_range(matrix, f"{weights.source.path}: {shape.prefix}", members.start)
+                _check_range(matrix, weights.where, members.start)
             parts.append(part)
             advance(len(members) * (shape.num_weights // experts))
     w13, w2 = [p.w13 for p in parts], [p.w2 for p in parts]

@@ -3,6 +3,7 @@
 
 import json
 from collections import defaultdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from vllm_dpa.checkpoint import CONFIG, LayerShape, read_json
 from vllm_dpa.errors import DpaError
+from vllm_dpa.profiling.block_scales import FP8, SUFFIX, block_size, dequantise
 from vllm_dpa.profiling.families import family_of
 from vllm_dpa.safetensors_stream import DTYPES, Spec
 
@@ -30,11 +32,7 @@ class SourceCheckpoint:
         if not self.path.is_dir():
             raise DpaError(f"{self.path} is not a folder; give the folder of a downloaded model")
         self.config = read_json(self.path / CONFIG, "a model folder has a config.json")
-        if "quantization_config" in self.config:
-            method = self.config["quantization_config"].get("quant_method")
-            raise DpaError(
-                f"{self.path} is already quantised ({method}); encode the original checkpoint"
-            )
+        self._block = block_size(self.config, str(self.path))
         self._handles: dict[str, Any] = {}
         self.files = self._weight_files()
         self.file_of = {
@@ -112,11 +110,15 @@ class SourceCheckpoint:
         )
 
     def spec(self, name: str) -> Spec:
-        """(dtype, shape) of a tensor, from the header.
+        """(dtype, shape) of a tensor, from the header; bf16 for one that is stored as scaled fp8.
 
         Raises:
             DpaError: no such tensor, or a dtype that cannot be encoded.
         """
+        dtype, shape = self._stored_spec(name)
+        return (torch.bfloat16 if self._is_scaled(name) else dtype), shape
+
+    def _stored_spec(self, name: str) -> Spec:
         if name not in self.file_of:
             raise DpaError(f"{self.path}: tensor {name} is missing; download the model again")
         part = self._handles[self.file_of[name]].get_slice(name)
@@ -126,18 +128,52 @@ class SourceCheckpoint:
             )
         return DTYPES[part.get_dtype()], tuple(part.get_shape())
 
+    def _is_scaled(self, name: str) -> bool:
+        return self._block is not None and self._stored_spec(name)[0] == FP8
+
     def tensor(self, name: str) -> Tensor:
-        return self._handles[self.file_of[name]].get_tensor(name)
+        """A tensor as stored; float32 where it is stored as scaled fp8.
+
+        Raises:
+            DpaError: fp8 without scales that fit.
+        """
+        stored = self._handles[self.file_of[name]].get_tensor(name)
+        if self._block is None or stored.dtype != FP8:
+            return stored
+        scale = name + SUFFIX
+        if scale not in self.file_of:
+            raise DpaError(f"{self.path}: {name} is fp8, but {scale} is missing; download it again")
+        scales = self._handles[self.file_of[scale]].get_tensor(scale)
+        return dequantise(stored, scales, self._block, f"{self.path}: {name}")
+
+    def rest(self) -> dict[str, list[str]]:
+        """File -> the tensors in it that are no routed expert's, and no scales of other tensors."""
+        kept = {
+            file: [
+                name
+                for name, home in self.file_of.items()
+                if home == file
+                and not self.is_expert(name)
+                and not (self._block is not None and name.endswith(SUFFIX))
+            ]
+            for file in self.files
+        }
+        return {file: names for file, names in kept.items() if names}
+
+    def rest_bytes(self) -> int:
+        """Bytes of :meth:`rest` as it will be written."""
+        specs = [self.spec(name) for names in self.rest().values() for name in names]
+        return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in specs)
 
     def is_expert(self, name: str) -> bool:
         match = self.family.experts.match(name)
         return bool(match and match["matrix"] in self.family.matrices)
 
     def expert(self, prefix: str, expert: int) -> tuple[Tensor, Tensor]:
-        """(w13, w2) of one expert: [2I, H] gate rows then up rows, and [H, I].
+        """(w13, w2) of one expert, float32: [2I, H] gate rows then up rows, and [H, I].
 
         Raises:
-            DpaError: a weight is NaN or infinite, or its dtype is not bf16, fp16 or fp32.
+            DpaError: a weight is NaN or infinite, or its dtype is not bf16, fp16, fp32 or scaled fp8.
         """
         parts = []
         for matrix in self.family.matrices:
@@ -145,13 +181,15 @@ class SourceCheckpoint:
             weight = self.tensor(name)
             if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
                 raise DpaError(
-                    f"{self.path}: {name} is {weight.dtype}; only bf16, fp16 and fp32 are supported"
+                    f"{self.path}: {name} is {weight.dtype}; only bf16, fp16, fp32 and fp8 with block "
+                    "scales are supported"
                 )
             if not bool(torch.isfinite(weight).all()):
                 raise DpaError(f"{self.path}: {name} holds NaN or Inf; it cannot be encoded")
             parts.append(weight)
         gate, up, down = parts
-        return torch.cat((gate, up)), down
+        # A checkpoint may mix dtypes; concatenation would refuse.
+        return torch.cat((gate.float(), up.float())), down.float()
 
     def provenance(self) -> dict[str, Any]:
         """What the manifest records of the source: names and sizes, never paths."""
@@ -160,6 +198,16 @@ class SourceCheckpoint:
             "model_type": self.family.model_type,
             "weight_files": {f: (self.path / f).stat().st_size for f in self.files},
         }
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What tells this checkpoint from another one: config and the header of every weight file."""
+        digests = {}
+        for file in self.files:
+            with (self.path / file).open("rb") as stream:
+                header = stream.read(int.from_bytes(stream.read(8), "little"))
+            digests[file] = [(self.path / file).stat().st_size, sha256(header).hexdigest()]
+        config = json.dumps(self.config, sort_keys=True).encode()
+        return {"config": sha256(config).hexdigest(), "files": digests}
 
     def index(self) -> dict[str, Any] | None:
         path = self.path / INDEX

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from vllm_dpa.checkpoint import CheckpointReader
-from vllm_dpa.profiling.encode import EncodeOptions, encode
+from vllm_dpa.profiling.encode import encode
+from vllm_dpa.profiling.layer_fit import EncodeOptions
 from vllm_dpa.profiling.reference_model import ReferenceModel
 from vllm_dpa.profiling.residuals import ProfileOptions, profile
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vllm_dpa import checkpoint as format_module
-from vllm_dpa.checkpoint import CheckpointReader, ChunkWriter, LayerShape, chunk_files, record_file
+from vllm_dpa.checkpoint import CheckpointReader, LayerShape, chunk_files, record_file
+from vllm_dpa.checkpoint_parts import join_chunks, write_layer
 from vllm_dpa.errors import DpaError
 from vllm_dpa.kernels.planes import PlaneStack
 from vllm_dpa.kernels.reference import decode
@@ -260,9 +261,12 @@ def test_round_trip_of_odd_shapes(
         layer.prefix: tuple(random_stack(layer, m, settings) for m in ("w13", "w2"))
         for layer in layers
     }
-    with ChunkWriter(tmp_path, layers, settings) as writer:
-        for layer in reversed(layers):
-            writer.put(layer, *stacks[layer.prefix])
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for layer in reversed(layers):
+        write_layer(parts, layer, *stacks[layer.prefix])
+    names = join_chunks(parts, tmp_path, layers, settings)
+    assert not list(parts.iterdir())
     assert len(chunk_files(layers, settings, 0)) == shards
 
     shutil.copy(qwen_copy / "config.json", tmp_path)
@@ -271,7 +275,7 @@ def test_round_trip_of_odd_shapes(
         tmp_path / "config.json",
         lambda c: c.update(quantization_config=settings.model_dump()),
     )
-    files = {name: record_file(tmp_path / name).model_dump() for name in writer.files}
+    files = {name: record_file(tmp_path / name).model_dump() for name in names}
     edit_json(
         tmp_path / "dpa/manifest.json",
         lambda m: m.update(
@@ -297,8 +301,6 @@ def test_writer_refuses_a_nan(tmp_path: Path) -> None:
     layer = LayerShape(prefix="a.experts", num_experts=2, hidden_size=64, intermediate_size=32)
     w13, w2 = (random_stack(layer, m, settings) for m in ("w13", "w2"))
     w2.scales[4][1, 0, 0] = float("nan")
-    with (
-        pytest.raises(DpaError, match=r"a\.experts\.w2\.scale, expert 1"),
-        ChunkWriter(tmp_path, [layer], settings) as writer,
-    ):
-        writer.put(layer, w13, w2)
+    with pytest.raises(DpaError, match=r"a\.experts\.w2\.scale, expert 1"):
+        write_layer(tmp_path, layer, w13, w2)
+    assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@
     dpa/manifest.json              layers, file sizes and hashes, encoder settings
     dpa/chunk-J.safetensors        chunk J of every layer (sharded over 5 GB)
     dpa/residuals.safetensors      R[layer, expert, k], from ``vllm-dpa profile``
+    dpa/quality.safetensors        errors of every expert at every tier, for reports
 
 Per layer, chunk J holds ``{prefix}.{w13|w2}.plane`` and ``.scale``; chunk 0 also ``.offset`` and
 ``{prefix}.gain``. In the geometric layout only chunk 0 has a scale.
@@ -15,10 +16,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -37,12 +37,13 @@ from vllm_dpa.kernels.planes import (
     num_groups,
     plane_bytes,
 )
-from vllm_dpa.safetensors_stream import DTYPE_NAMES, SafetensorsStream, Spec
+from vllm_dpa.safetensors_stream import DTYPE_NAMES, Spec
 from vllm_dpa.settings import FORMAT_VERSION, CheckpointSettings
 
 DPA_FOLDER = "dpa"
 MANIFEST = "dpa/manifest.json"
 RESIDUALS = "dpa/residuals.safetensors"
+QUALITY = "dpa/quality.safetensors"
 CONFIG = "config.json"
 SHARD_BYTES = 5 * 10**9
 
@@ -230,52 +231,6 @@ def check_finite(tensor: Tensor, where: str, *, non_negative: bool = False) -> N
             f"{where}, expert {expert}: value {value} is not allowed; the file is damaged, copy it "
             "again or encode the model again"
         )
-
-
-class ChunkWriter:
-    """Writes the chunk files of a checkpoint layer by layer, in any order of layers."""
-
-    def __init__(
-        self, folder: Path, layers: list[LayerShape], settings: CheckpointSettings
-    ) -> None:
-        self._streams: dict[tuple[str, int], SafetensorsStream] = {}
-        self._stack = ExitStack()
-        self.files: list[str] = []
-        (folder / DPA_FOLDER).mkdir(exist_ok=True)
-        for chunk in range(NUM_CHUNKS):
-            for name, part in chunk_files(layers, settings, chunk).items():
-                specs: dict[str, Spec] = {}
-                for layer in part:
-                    specs |= chunk_specs(layer, settings, chunk)
-                stream = self._stack.enter_context(SafetensorsStream(folder / name, specs))
-                self._streams |= {(layer.prefix, chunk): stream for layer in part}
-                self.files.append(name)
-
-    def put(self, layer: LayerShape, w13: PlaneStack, w2: PlaneStack) -> None:
-        """Write all chunks of one layer (8 planes each).
-
-        Raises:
-            DpaError: a scale, offset or gain is not finite, or a scale is negative.
-        """
-        gain = torch.cat((w13.gain, w2.gain), dim=1)
-        check_finite(gain, f"{layer.prefix}.gain")
-        for name, stack in (("w13", w13), ("w2", w2)):
-            prefix = f"{layer.prefix}.{name}"
-            check_finite(stack.offset, f"{prefix}.offset")
-            for j, plane in enumerate(stack.planes):
-                stream = self._streams[layer.prefix, j]
-                stream.put(f"{prefix}.plane", plane)
-                if j < len(stack.scales):
-                    check_finite(stack.scales[j], f"{prefix}.scale", non_negative=True)
-                    stream.put(f"{prefix}.scale", stack.scales[j])
-            self._streams[layer.prefix, 0].put(f"{prefix}.offset", stack.offset)
-        self._streams[layer.prefix, 0].put(f"{layer.prefix}.gain", gain)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
 
 
 @dataclass(frozen=True)

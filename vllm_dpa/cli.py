@@ -29,7 +29,8 @@ from vllm_dpa.errors import DpaError, one_line
 if TYPE_CHECKING:
     import torch
 
-    from vllm_dpa.profiling.layer_fit import LayerFitter
+    from vllm_dpa.checkpoint import CheckpointReader
+    from vllm_dpa.profiling.layer_fit import EncodeOptions, LayerFitter
     from vllm_dpa.profiling.source import SourceCheckpoint
 
 app = typer.Typer(
@@ -62,6 +63,9 @@ WindowOption = Annotated[
     int, typer.Option(min=2, help="Tokens per sequence that the text is cut into.")
 ]
 
+ReportOption = Annotated[
+    Path | None, typer.Option(metavar="FILE.html", help="Write a report with plots.")
+]
 DeviceOption = Annotated[str, typer.Option(metavar="cpu|cuda:N", help="Where to compute.")]
 
 
@@ -122,11 +126,28 @@ def encode_command(
         int, typer.Option(min=0, help="Which part of a longer calibration text is used.")
     ] = 0,
     device: DeviceOption = "cpu",
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Encode the I-th of N parts of the layers alone; `vllm-dpa merge` joins them.",
+        ),
+    ] = None,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="Say what it will take and stop; a config.json is enough."),
+    ] = False,
+    report: ReportOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Encode the routed experts of MODEL into OUT, which `vllm serve OUT` then serves."""
-    from vllm_dpa.profiling.encode import encode
+    """Encode the routed experts of MODEL into OUT, which `vllm serve OUT` then serves.
+
+    Interrupted at any moment, the same command goes on where it stopped.
+    """
+    from vllm_dpa.profiling.encode import encode_shard
     from vllm_dpa.profiling.layer_fit import EncodeOptions
     from vllm_dpa.profiling.source import SourceCheckpoint
+    from vllm_dpa.profiling.workspace import Shard
 
     options = _options(
         EncodeOptions,
@@ -135,13 +156,88 @@ def encode_command(
         tier_exponent=tier_exponent,
         target_tiers=tuple(int(k) for k in _numbers(target_tiers, "--target-tiers")),
     )
+    if plan:
+        tokens = None if calibration is None else calibration_tokens
+        _print_plan(model, options, tokens, _device(device), as_json)
+        return
+    part = Shard() if shard is None else Shard.parse(shard)
+    if shard is not None and report is not None:
+        raise DpaError("a shard has no report; give --report to vllm-dpa merge")
+    if report is not None:
+        _report_libraries()
     source = SourceCheckpoint(model)
     fitter = _fitter(source, calibration, calibration_tokens, seed, device)
-    weights = sum(layer.num_weights for layer in source.layers)
+    weights = sum(layer.num_weights for layer in part.of(source.layers))
     with _progress("encoding weights", weights) as advance:
-        manifest = encode(model, out, options, fitter, advance)
+        encode_shard(model, out, options, fitter, advance, part)
+    if shard is None:
+        merge_command(model, out, report)
+    else:
+        log.print(f"shard {shard} of {out} is encoded; when all are: vllm-dpa merge {model} {out}",
+                  soft_wrap=True)  # fmt: skip
+
+
+@app.command("merge")
+def merge_command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of the model.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")],
+    report: ReportOption = None,
+) -> None:
+    """Join the shards of an encode into OUT."""
+    from vllm_dpa.checkpoint import CheckpointReader
+    from vllm_dpa.profiling.encode import merge
+
+    if report is not None:
+        _report_libraries()
+    manifest = merge(model, out)
     quality = ", ".join(f"k={t.k} {t.sqnr_db:.1f}" for t in manifest.quality.tiers)
     log.print(f"{out}: {len(manifest.layers)} MoE layers, SQNR in dB: {quality}", soft_wrap=True)
+    if report is not None:
+        _write_report(CheckpointReader(out), report)
+
+
+def _report_libraries() -> None:
+    """Fails before the work, not after it, where the report's libraries are missing."""
+    from vllm_dpa.profiling.report import report_libraries
+
+    report_libraries()
+
+
+def _write_report(checkpoint: "CheckpointReader", path: Path) -> None:
+    from vllm_dpa.profiling.report import write_report
+
+    write_report(checkpoint, path)
+    log.print(f"report: {path}", soft_wrap=True)
+
+
+def _print_plan(
+    model: Path, options: "EncodeOptions", tokens: int | None, device: "torch.device", as_json: bool
+) -> None:
+    from vllm_dpa.profiling.plan import make_plan
+
+    log.print("fitting a few random experts to measure the speed...", soft_wrap=True)
+    found = make_plan(model, options, tokens, device)
+    if as_json:
+        _print_json(found.as_json())
+        return
+    rest = "not known without the weights" if found.rest_bytes is None else _gib(found.rest_bytes)
+    sizes = ", ".join(f"k={k} {_gib(size)}" for k, size in found.output_bytes.items())
+    seconds = found.fit_seconds + found.calibration_seconds
+    console.print(
+        f"{found.weights / 1e9:.2f} G weights of {found.experts} experts in {found.layers} layers\n"
+        f"experts on disk: {sizes}\n"
+        f"everything else: {rest}\n"
+        f"free disk needed: {_gib(found.disk_bytes)}\n"
+        f"memory of one process: {_gib(found.memory_bytes)}\n"
+        f"speed: {found.weights_per_second / 1e6:.2f} M weights per second on {found.threads} threads\n"
+        f"time in one process: {seconds / 3600:.2f} h, {found.calibration_seconds / 3600:.2f} h of it "
+        "for running the calibration text",
+        soft_wrap=True,
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 def _fitter(
@@ -208,6 +304,7 @@ def inspect_command(
     reference: Annotated[
         Path | None, typer.Option(help="Measure SQNR again, against this unencoded model.")
     ] = None,
+    report: ReportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what OUT holds: bytes, bits per weight and signal-to-noise ratio per tier."""
@@ -224,6 +321,8 @@ def inspect_command(
     experts = sum(layer.num_experts for layer in checkpoint.manifest.layers)
     with _progress("measuring experts", experts if source else 0) as advance:
         facts = inspect(checkpoint, source, advance)
+    if report is not None:
+        _write_report(checkpoint, report)
     if as_json:
         _print_json(facts)
         return

@@ -9,37 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_model import E, H, I, make_model
 from torch import Tensor
 
 from vllm_dpa.checkpoint import CheckpointReader
 from vllm_dpa.errors import DpaError
-from vllm_dpa.profiling.encode import EncodeOptions, encode
-
-E, H, I = 4, 40, 24  # noqa: E741
-
-
-def make_model(path: Path, dtype: torch.dtype = torch.bfloat16, layers: int = 2) -> Path:
-    """A random OLMoE-like folder with sizes that no group size divides; weights only."""
-    path.mkdir()
-    generator = torch.Generator().manual_seed(0)
-
-    def weight(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    config = {"model_type": "olmoe", "num_experts": E, "hidden_size": H, "intermediate_size": I}
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "tokenizer.json").write_text("{}")
-    (path / "pytorch_model.bin").write_bytes(b"old")
-    tensors = {"model.embed_tokens.weight": weight(10, H)}
-    for layer in range(layers):
-        tensors[f"model.layers.{layer}.mlp.gate.weight"] = weight(E, H)
-        for expert in range(E):
-            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            tensors[f"{prefix}.gate_proj.weight"] = weight(I, H)
-            tensors[f"{prefix}.up_proj.weight"] = weight(I, H)
-            tensors[f"{prefix}.down_proj.weight"] = weight(H, I)
-    save_file(tensors, path / "model.safetensors")
-    return path
+from vllm_dpa.profiling.encode import encode
+from vllm_dpa.profiling.layer_fit import EncodeOptions
 
 
 def change_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -53,7 +29,7 @@ def model(tmp_path: Path) -> Path:
     return make_model(tmp_path / "model")
 
 
-EXPERT = "model.layers.1.mlp.experts.2"
+EXPERT = "model.layers.0.mlp.experts.2"
 
 
 @pytest.mark.parametrize("layout", ["per_chunk", "geometric"])
@@ -122,7 +98,7 @@ def test_nan_weight_is_refused_without_a_trace(model: Path) -> None:
 
 def test_missing_expert_is_refused(model: Path) -> None:
     change_weights(model, lambda t: t.pop(f"{EXPERT}.down_proj.weight"))
-    refused(model, r"layers\.1\.mlp\.experts, expert 2: down_proj is missing")
+    refused(model, r"layers\.0\.mlp\.experts, expert 2: down_proj is missing")
 
 
 def test_extra_expert_is_refused(model: Path) -> None:
@@ -145,7 +121,7 @@ def test_weights_beyond_fp16_are_refused(tmp_path: Path) -> None:
 def test_integer_weights_are_refused(model: Path) -> None:
     name = f"{EXPERT}.up_proj.weight"
     change_weights(model, lambda t: t.update({name: torch.ones(I, H, dtype=torch.int8)}))
-    refused(model, r"is torch\.int8; only bf16, fp16 and fp32")
+    refused(model, r"is torch\.int8; only bf16, fp16, fp32 and fp8")
 
 
 def test_model_without_moe_layer_is_refused(model: Path) -> None:
@@ -156,7 +132,7 @@ def test_model_without_moe_layer_is_refused(model: Path) -> None:
 def test_unknown_family_is_refused_by_name(model: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"model_type": "mystery_moe"}
     (model / "config.json").write_text(json.dumps(config))
-    refused(model, "'mystery_moe' is not supported; supported are olmoe, qwen2_moe")
+    refused(model, "'mystery_moe' is not supported; supported are olmoe, qwen2_moe, qwen3_moe")
 
 
 def test_quantised_model_is_refused(model: Path, tmp_path: Path) -> None:
@@ -194,7 +170,7 @@ def test_all_zero_and_constant_experts(model: Path, tmp_path: Path) -> None:
     encode(model, tmp_path / "out", EncodeOptions())
     from vllm_dpa.kernels.reference import decode
 
-    w13, w2 = CheckpointReader(tmp_path / "out").read_layer("model.layers.1.mlp.experts")
+    w13, w2 = CheckpointReader(tmp_path / "out").read_layer("model.layers.0.mlp.experts")
     for k in (2, 8):
         assert torch.equal(decode(w13, 2, k)[I:], torch.zeros(I, H, dtype=torch.float64))
         assert torch.allclose(decode(w2, 2, k), torch.tensor(0.5, dtype=torch.float64), rtol=1e-3)

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from vllm_dpa.checkpoint import CheckpointReader
-from vllm_dpa.profiling.encode import EncodeOptions, encode
+from vllm_dpa.profiling.encode import encode
 from vllm_dpa.profiling.evaluate import EvaluateOptions, Report, evaluate
 from vllm_dpa.profiling.inspection import inspect
+from vllm_dpa.profiling.layer_fit import EncodeOptions
 from vllm_dpa.profiling.reference_model import ReferenceModel
 from vllm_dpa.profiling.source import SourceCheckpoint
 
