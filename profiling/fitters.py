@@ -11,9 +11,10 @@ from torch.nn.functional import linear, silu
 from vllm_dpa.checkpoint import LayerShape
 from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_TIERS
 from vllm_dpa.profiling.calibration import LayerInputs
-from vllm_dpa.profiling.fit.matrix import MatrixCode, MatrixFit, assemble, cut_groups
-from vllm_dpa.profiling.fit.stage_a import BLOCK, ROUNDS, fit_groups
-from vllm_dpa.profiling.fit.stage_b import Descent
+from vllm_dpa.profiling.codec import SWEEPS, SharedScale
+from vllm_dpa.profiling.fit.matrix import MatrixCode
+from vllm_dpa.profiling.fit.refine import STEPS, refine
+from vllm_dpa.profiling.fit.stage_a import BLOCK
 from vllm_dpa.profiling.layer_fit import (
     Advance,
     EncodeOptions,
@@ -24,15 +25,6 @@ from vllm_dpa.profiling.layer_fit import (
 )
 
 CPU = torch.device("cpu")
-
-
-def stage_a_code(
-    weight: Tensor, tier_weights: Tensor, options: EncodeOptions, rounds: int = ROUNDS
-) -> MatrixCode:
-    """Every group of [E, N, C] on its own, all columns weighted alike."""
-    groups, mask = cut_groups(weight, options.group_size)
-    fit = fit_groups(groups, mask, tier_weights, options.scale_layout, rounds)
-    return MatrixCode.of_groups(fit, weight.shape, options.group_size)
 
 
 def stack_experts(weights: LayerWeights, members: range, device: torch.device) -> list[Tensor]:
@@ -49,13 +41,11 @@ class StageA:
     name: str = "stage_a"
 
     def fit(self, weights: LayerWeights, options: EncodeOptions, advance: Advance) -> LayerFit:
-        tier_weights = weights.tier_weights(options).to(self.device)
+        codec = SharedScale(options, weights.tier_weights(options).to(self.device))
 
         def fit_block(members: range) -> ExpertFit:
-            fits: list[MatrixFit] = []
-            for i, matrix in enumerate(stack_experts(weights, members, self.device)):
-                code = stage_a_code(matrix, tier_weights, options)
-                fits.append(assemble(matrix, code, options.scale_layout, row_blocks=2 - i))
+            matrices = stack_experts(weights, members, self.device)
+            fits = [codec.pack(m, codec.fit(m, None), 2 - i, None) for i, m in enumerate(matrices)]
             return ExpertFit(fits[0], fits[1])
 
         return fit_blocks(weights, options, fit_block, 1, self.device, advance)
@@ -67,10 +57,6 @@ class StageA:
         return _workers(self.device) * _stage_a_bytes(shape, options)
 
 
-# Sweeps of stage B: the sixth lowers the objective by 0.6 %.
-SWEEPS = 6
-# Stage A's rounds before them: more of them leave no trace after six sweeps.
-START_ROUNDS = 2
 # Of an expert's calibration tokens, how many its output error is measured on.
 ERROR_TOKENS = 256
 # Elements of the largest tensor, [E, N, 256, 8], where experts are fitted in one batch.
@@ -88,32 +74,39 @@ class CalibrationData(Protocol):
 @dataclass
 class StageB:
     """Coordinate descent under the Hessian of every expert's own inputs, from a short stage A; the
-    gains are unbiased in output space."""
+    gains are unbiased in output space.
+
+    Attributes:
+        calibration: what the experts see.
+        device: where to compute.
+        refined: stage C after it, see :mod:`.fit.refine`.
+    """
 
     calibration: CalibrationData
     device: torch.device = CPU
+    refined: bool = False
     name: str = "stage_b"
 
     def fit(self, weights: LayerWeights, options: EncodeOptions, advance: Advance) -> LayerFit:
         inputs = self.calibration.inputs(weights.shape.prefix)
-        tier_weights = weights.tier_weights(options).to(self.device)
+        codec = SharedScale(options, weights.tier_weights(options).to(self.device))
 
         def fit_block(members: range) -> ExpertFit:
-            w13, w2 = stack_experts(weights, members, self.device)
+            matrices = stack_experts(weights, members, self.device)
             tokens = [inputs.of_expert(e) for e in members]
             hidden = [(x.to(self.device), w.to(self.device)) for x, w in tokens]
-            inner = [(_intermediate(x, m), w) for (x, w), m in zip(hidden, w13, strict=True)]
-            fits: list[MatrixFit] = []
-            codes: list[MatrixCode] = []
-            for i, (matrix, rows) in enumerate(((w13, hidden), (w2, inner))):
-                hessian = torch.stack([damped_hessian(*r) for r in rows])
-                code = stage_a_code(matrix, tier_weights, options, START_ROUNDS)
-                descent = Descent(matrix, hessian, code, tier_weights, options.scale_layout)
-                for sweep in range(SWEEPS):
-                    descent.sweep(refit=sweep > 0)
-                fits.append(assemble(matrix, code, options.scale_layout, 2 - i, hessian))
-                codes.append(code)
-            error = _output_errors(hidden, (w13, w2), codes, [f.gain for f in fits])
+            inner = [
+                (_intermediate(x, m), w) for (x, w), m in zip(hidden, matrices[0], strict=True)
+            ]
+            hessians = [
+                torch.stack([damped_hessian(*rows) for rows in part]) for part in (hidden, inner)
+            ]
+            codes = [codec.fit(m, h) for m, h in zip(matrices, hessians, strict=True)]
+            if self.refined:
+                codes = _refine(matrices, codes, hidden, codec, members.start)
+            parts = zip(matrices, codes, hessians, strict=True)
+            fits = [codec.pack(m, code, 2 - i, h) for i, (m, code, h) in enumerate(parts)]
+            error = _output_errors(hidden, matrices, codes, [f.gain for f in fits])
             return ExpertFit(fits[0], fits[1], error)
 
         block = self._block(weights.shape)
@@ -128,7 +121,12 @@ class StageB:
         return max(1, BATCH_ELEMENTS // (rows * 256 * 8))
 
     def identity(self) -> dict[str, Any]:
-        return {"calibration": self.calibration.identity(), "damping": DAMPING, "sweeps": SWEEPS}
+        return {
+            "calibration": self.calibration.identity(),
+            "damping": DAMPING,
+            "sweeps": SWEEPS,
+            "refine_steps": STEPS if self.refined else 0,
+        }
 
     def working_bytes(self, shape: LayerShape, options: EncodeOptions) -> int:
         """The calibration tokens, and per worker the tier errors, one group's gradients and the
@@ -168,9 +166,32 @@ def _intermediate(hidden: Tensor, w13: Tensor) -> Tensor:
     return silu(gate) * up
 
 
+def _refine(
+    matrices: list[Tensor],
+    codes: list[MatrixCode],
+    hidden: list[tuple[Tensor, Tensor]],
+    codec: SharedScale,
+    seed: int,
+) -> list[MatrixCode]:
+    """Stage C, expert by expert; an error in the output counts as often as the gate squared."""
+    refined = [
+        refine(
+            (matrices[0][i], matrices[1][i]),
+            (codes[0].expert(i), codes[1].expert(i)),
+            x,
+            w * w,
+            codec.tier_weights,
+            codec.options.scale_layout,
+            seed + i,
+        )
+        for i, (x, w) in enumerate(hidden)
+    ]
+    return [MatrixCode.stack(list(part)) for part in zip(*refined, strict=True)]
+
+
 def _output_errors(
     hidden: list[tuple[Tensor, Tensor]],
-    matrices: tuple[Tensor, Tensor],
+    matrices: list[Tensor],
     codes: list[MatrixCode],
     gains: list[Tensor],
 ) -> Tensor:

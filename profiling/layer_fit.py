@@ -55,7 +55,7 @@ class EncodeOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    scale_layout: ScaleLayout = "per_chunk"
+    scale_layout: ScaleLayout = "geometric"
     group_size: GroupSize = 128
     tier_exponent: Annotated[float, Field(ge=0, le=2)] = 0.5
     target_tiers: TargetTiers = tuple(range(MIN_CHUNKS, NUM_CHUNKS + 1))

@@ -96,7 +96,7 @@ def encode_command(
     scale_layout: Annotated[
         Layout,
         typer.Option(help="One scale per chunk and group, or one per group, halved per chunk."),
-    ] = Layout.per_chunk,
+    ] = Layout.geometric,
     group_size: Annotated[
         int, typer.Option(help="Input columns that share a scale: 32, 64 or 128.")
     ] = 128,
@@ -122,6 +122,12 @@ def encode_command(
     calibration_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of the calibration text to use.")
     ] = 131072,
+    refine: Annotated[
+        bool,
+        typer.Option(
+            "--refine", help="Train scales and offsets on the experts' outputs afterwards (slow)."
+        ),
+    ] = False,
     seed: Annotated[
         int, typer.Option(min=0, help="Which part of a longer calibration text is used.")
     ] = 0,
@@ -166,7 +172,7 @@ def encode_command(
     if report is not None:
         _report_libraries()
     source = SourceCheckpoint(model)
-    fitter = _fitter(source, calibration, calibration_tokens, seed, device)
+    fitter = _fitter(source, calibration, calibration_tokens, refine, seed, device)
     weights = sum(layer.num_weights for layer in part.of(source.layers))
     with _progress("encoding weights", weights) as advance:
         encode_shard(model, out, options, fitter, advance, part)
@@ -241,12 +247,19 @@ def _gib(size: int) -> str:
 
 
 def _fitter(
-    source: "SourceCheckpoint", calibration: str | None, tokens: int, seed: int, device: str
+    source: "SourceCheckpoint",
+    calibration: str | None,
+    tokens: int,
+    refine: bool,
+    seed: int,
+    device: str,
 ) -> "LayerFitter":
     from vllm_dpa.profiling.calibration import Calibration, CalibrationOptions, read_documents
     from vllm_dpa.profiling.fitters import StageA, StageB
 
     place = _device(device)
+    if calibration is None and refine:
+        raise DpaError("--refine trains on the experts' outputs: give a --calibration text")
     if calibration is None:
         log.print(
             "no --calibration text: fitting the weights alone (stage A); with a text like what will "
@@ -255,7 +268,7 @@ def _fitter(
         )
         return StageA(place)
     options = _options(CalibrationOptions, max_tokens=tokens, seed=seed)
-    return StageB(Calibration(source, read_documents(calibration), options, place), place)
+    return StageB(Calibration(source, read_documents(calibration), options, place), place, refine)
 
 
 def _device(name: str) -> "torch.device":

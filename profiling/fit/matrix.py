@@ -99,6 +99,18 @@ class MatrixCode:
             group_size,
         )
 
+    def expert(self, index: int) -> Self:
+        """The code of one of the matrices, E = 1."""
+        one = slice(index, index + 1)
+        return type(self)(self.codes[one], self.scale[one], self.offset[one], self.group_size)
+
+    @classmethod
+    def stack(cls, codes: list[Self]) -> Self:
+        """Codes of equal shape as one."""
+        parts = ("codes", "scale", "offset")
+        joined = [torch.cat([getattr(code, part) for code in codes]) for part in parts]
+        return cls(joined[0], joined[1], joined[2], codes[0].group_size)
+
     def group(self, g: int) -> slice:
         """Columns of group ``g``."""
         first = g * self.group_size

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from vllm_dpa.kernels.planes import GEOMETRIC, MIN_CHUNKS, NUM_TIERS, PER_CHUNK, SCALE_LAYOUTS
+from vllm_dpa.profiling.codec import SharedScale
 from vllm_dpa.profiling.fit.code_step import descend, descend_plain
 from vllm_dpa.profiling.fit.codes import sign_table
 from vllm_dpa.profiling.fit.matrix import MatrixCode, assemble
 from vllm_dpa.profiling.fit.stage_b import Descent
-from vllm_dpa.profiling.fitters import damped_hessian, stage_a_code
+from vllm_dpa.profiling.fitters import damped_hessian
 from vllm_dpa.profiling.layer_fit import EncodeOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +44,7 @@ def problem(
     inputs = [correlated(generator, 3 * columns, columns) for _ in range(experts)]
     hessian = torch.stack([damped_hessian(x, torch.ones(len(x))) for x in inputs])
     options = EncodeOptions(scale_layout=layout, group_size=group_size)
-    return weight, hessian, stage_a_code(weight, WEIGHTS, options)
+    return weight, hessian, SharedScale(options, WEIGHTS).fit(weight, None)
 
 
 def errors_of(weight: Tensor, code: MatrixCode) -> Tensor:
