@@ -56,6 +56,7 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "ggml_new_tensor_3d": ([c_void_p, c_int, c_int64, c_int64, c_int64], c_void_p),
     "ggml_nbytes": ([c_void_p], c_size_t),
     "ggml_row_size": ([c_int, c_int64], c_size_t),
+    "ggml_get_type_traits": ([c_int], c_void_p),
     "ggml_mul_mat_id": ([c_void_p] * 4, c_void_p),
     "ggml_swiglu_split": ([c_void_p] * 3, c_void_p),
     "ggml_mul": ([c_void_p] * 3, c_void_p),
@@ -84,7 +85,7 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
 }
 
 
-def _load_ggml() -> Any:
+def load_ggml() -> Any:
     """The functions above from the libraries of llama-cpp-python, without their prefix."""
     spec = find_spec("llama_cpp")
     if spec is None or spec.origin is None:
@@ -145,7 +146,7 @@ class LlamaCppMoe:
         ggml_type: int,
         num_layers: int,
     ) -> None:
-        self._ggml = _load_ggml()
+        self._ggml = load_ggml()
         self._backend = self._ggml.backend_cpu_init()
         self._sizes, self._top_k, self._type = (hidden, intermediate, experts), top_k, ggml_type
         self._contexts: list[int] = []
