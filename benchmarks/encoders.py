@@ -22,8 +22,9 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -34,7 +35,6 @@ from vllm_dpa.kernels.planes import (
     MIN_CHUNKS,
     NUM_CHUNKS,
     PER_CHUNK,
-    SCALE_LAYOUTS,
     expert_bytes,
     num_groups,
 )
@@ -46,12 +46,14 @@ from vllm_dpa.profiling.fitters import damped_hessian
 from vllm_dpa.profiling.layer_fit import EncodeOptions, LayerWeights, one_thread_each
 from vllm_dpa.profiling.reference_model import ReferenceModel
 from vllm_dpa.profiling.source import SourceCheckpoint
+from vllm_dpa.settings import ScaleLayout
 
 GROUP = 128
 TIERS = range(MIN_CHUNKS, NUM_CHUNKS + 1)
 # Rounds of AnyBCQ's alternating fit: at the start, and after every further plane.
 START_ROUNDS, ROUNDS = 20, 10
 CPU = torch.device("cpu")
+LAYOUTS: tuple[ScaleLayout, ...] = get_args(ScaleLayout)
 
 
 def sign(x: Tensor) -> Tensor:
@@ -202,7 +204,7 @@ def plain(codec: Codec) -> Callable[[Expert], Decoder]:
     return fit
 
 
-def ours(layout: str, stage: str) -> Callable[[Expert], Decoder]:
+def ours(layout: ScaleLayout, stage: str) -> Callable[[Expert], Decoder]:
     """An expert through the stored format, fitted by stage ``a``, ``b`` or ``c``."""
 
     def fit(expert: Expert) -> Decoder:
@@ -237,7 +239,7 @@ CODECS: dict[str, tuple[Callable[[Expert], Decoder], Callable[[int, int, int], i
             ours(layout, stage),
             SharedScale(EncodeOptions(scale_layout=layout), torch.zeros(9)).cost,
         )
-        for layout in SCALE_LAYOUTS
+        for layout in LAYOUTS
         for stage in ("a", "b", "c")
     },
 }
@@ -281,11 +283,10 @@ class LlamaCpp:
                                   importance.data_ptr())  # fmt: skip
         out = torch.empty_like(weight)
         # ggml_type_traits: name, two block sizes, type size, a bool, then to_float.
-        to_float = ctypes.cast(
-            self._ggml.get_type_traits(number) + 40, ctypes.POINTER(ctypes.c_void_p)
-        )
+        field = int(self._ggml.get_type_traits(number)) + 40
+        to_float = ctypes.c_size_t.from_address(field).value
         convert = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-        convert(to_float.contents.value)(data.data_ptr(), out.data_ptr(), weight.numel())
+        convert(to_float)(data.data_ptr(), out.data_ptr(), weight.numel())
         return out
 
     def fit(self, name: str) -> Callable[[Expert], Decoder]:
@@ -310,7 +311,9 @@ class Bench:
         )
         self.windows = [self.reference.windows(text, 256, tokens) for text in texts]
         self._exact = [self._log_probs(windows) for windows in self.windows]
-        self._modules = [self.reference.experts_module(layer) for layer in self.source.layers]
+        self._modules: list[Any] = [
+            self.reference.experts_module(layer) for layer in self.source.layers
+        ]
         self._saved = [
             (m.gate_up_proj.detach().clone(), m.down_proj.detach().clone()) for m in self._modules
         ]
@@ -381,13 +384,17 @@ def compare(bench: Bench, names: list[str], llama: LlamaCpp | None) -> list[dict
     rows = []
     for name in names:
         for k in TIERS:
-            bits = bench.bits(lambda r, c, name=name, k=k: CODECS[name][1](r, c, k))
-            rows.append(_row(name, k, bits, bench.quality(fitted[name], k)))
+            cost = partial(_cost_at, CODECS[name][1], k)
+            rows.append(_row(name, k, bench.bits(cost), bench.quality(fitted[name], k)))
     for name in formats:
         assert llama is not None
-        bits = bench.bits(lambda r, c, name=name: llama.cost(name, r, c))
+        bits = bench.bits(partial(llama.cost, name))
         rows.append(_row(f"llama.cpp {name}", 0, bits, bench.quality(fitted[name], 0)))
     return rows
+
+
+def _cost_at(cost: Callable[[int, int, int], int], k: int, rows: int, columns: int) -> int:
+    return cost(rows, columns, k)
 
 
 def _row(name: str, k: int, bits: float, quality: list[tuple[float, float]]) -> dict[str, Any]:

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from vllm_dpa.checkpoint import LayerShape
 from vllm_dpa.errors import DpaError
@@ -182,6 +180,9 @@ class Calibration:
         options: CalibrationOptions,
         device: torch.device,
     ) -> None:
+        # Takes seconds, and stage A and plans do without.
+        from transformers import AutoTokenizer
+
         self._source = source
         self._options = options
         self._device = device
@@ -218,6 +219,9 @@ class LayerStream:
     """
 
     def __init__(self, source: SourceCheckpoint, windows: Tensor, device: torch.device) -> None:
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import AutoConfig, AutoModelForCausalLM
+
         self._source, self._device = source, device
         self._experts = {layer.prefix: layer.num_experts for layer in source.layers}
         try:

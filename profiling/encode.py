@@ -83,7 +83,7 @@ def encode_shard(
     """
     fitter, shard, advance = fitter or StageA(), shard or Shard(), advance or _nothing
     source = SourceCheckpoint(model)
-    workspace = _workspace(out)
+    workspace = workspace_of(out)
     workspace.out.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "vllm_dpa": __version__,
@@ -114,7 +114,7 @@ def merge(model: Path, out: Path) -> Manifest:
         DpaError: layers are missing, ``model`` is another one, or the disk is too small.
     """
     source = SourceCheckpoint(model)
-    workspace = _workspace(out)
+    workspace = workspace_of(out)
     record = workspace.record()
     if record["model"] != source.fingerprint():
         raise DpaError(f"{workspace.path} was made from another model than {model}")
@@ -180,7 +180,8 @@ def _settings(options: EncodeOptions) -> CheckpointSettings:
     return CheckpointSettings(group_size=options.group_size, scale_layout=options.scale_layout)
 
 
-def _workspace(out: Path) -> Workspace:
+def workspace_of(out: Path) -> Workspace:
+    """Where the encode into ``out`` grows; raises DpaError if ``out`` exists."""
     out = Path(out)
     if out.exists():
         Workspace(out).drop_finished()

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from vllm_dpa.checkpoint import CheckpointReader
+from vllm_dpa.profiling.calibration import Calibration, CalibrationOptions, read_documents
 from vllm_dpa.profiling.encode import encode
 from vllm_dpa.profiling.layer_fit import EncodeOptions
 from vllm_dpa.profiling.reference_model import ReferenceModel
 from vllm_dpa.profiling.residuals import ProfileOptions, profile
+from vllm_dpa.profiling.source import SourceCheckpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -71,9 +73,7 @@ def load_reference() -> Callable[[str], ReferenceModel]:
 
 @pytest.fixture(scope="session")
 def encoded(
-    tmp_path_factory: pytest.TempPathFactory,
-    load_reference: Callable[[str], ReferenceModel],
-    calibration_text: Path,
+    tmp_path_factory: pytest.TempPathFactory, calibration_text: Path
 ) -> Callable[..., Path]:
     """Encodes and profiles a trained model, once per setting. Copy before changing anything."""
     folder = tmp_path_factory.mktemp("encoded")
@@ -85,9 +85,14 @@ def encoded(
             out = folder / f"{name}-{len(made)}"
             encode(model_path(name), out, options)
             reader = CheckpointReader(out)
-            table, record = profile(
-                reader, load_reference(name), calibration_text, ProfileOptions()
+            source = SourceCheckpoint(model_path(name))
+            inputs = Calibration(
+                source,
+                read_documents(str(calibration_text)),
+                CalibrationOptions(max_tokens=8192),
+                torch.device("cpu"),
             )
+            table, record = profile(reader, source, inputs, ProfileOptions())
             reader.write_residuals(table, record)
             made[name, options] = out
         return made[name, options]

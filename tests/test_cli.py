@@ -28,7 +28,7 @@ def fails(result: subprocess.CompletedProcess[str], *words: str) -> None:
         assert word in result.stderr
 
 
-@pytest.mark.parametrize("command", ["encode", "profile", "inspect", "evaluate"])
+@pytest.mark.parametrize("command", ["encode", "merge", "profile", "inspect", "evaluate"])
 def test_help_of_every_command(command: str) -> None:
     result = run(command, "--help")
     assert result.returncode == 0
@@ -63,7 +63,7 @@ def test_encode_profile_inspect_evaluate(
             "layers"} <= set(facts)  # fmt: skip
     assert {"k", "bytes", "bits_per_weight", "sqnr_db"} <= set(facts["tiers"][0])
     assert [tier["k"] for tier in facts["tiers"]] == list(range(2, 9))
-    assert facts["residuals"]["calibration_tokens"] == 1024
+    assert facts["residuals"]["calibration"]["tokens"] == 1024
 
     report = json.loads(run(*evaluate, "--scope", "token").stdout)
     assert [(row["mode"], row["k_bar"]) for row in report["rows"]] == [
@@ -72,6 +72,41 @@ def test_encode_profile_inspect_evaluate(
                                       "perplexity", "bytes_read_per_token"}  # fmt: skip
     table = run("inspect", out, "--verify").stdout
     assert "files verified" in table
+
+
+def test_calibrated_shards_merge_and_report(
+    find_model: Callable[[str], Path], calibration_text: Path, tmp_path: Path
+) -> None:
+    model, out, report = find_model(NAME), tmp_path / "out", tmp_path / "report.html"
+    encode = ("encode", model, out, "--calibration", calibration_text, "--calibration-tokens", 2048,
+              "--target-tiers", "3,4", "--shard")  # fmt: skip
+    for shard in ("1/2", "2/2"):
+        result = run(*encode, shard)
+        assert result.returncode == 0, result.stderr
+        assert f"shard {shard}" in result.stderr
+        assert not out.exists()
+    result = run("merge", model, out, "--report", report)
+    assert result.returncode == 0, result.stderr
+    assert "4 MoE layers" in result.stderr
+    assert "stage_b" in report.read_text()
+    encoder = json.loads((out / "dpa/manifest.json").read_text())["encoder"]
+    assert encoder["target_tiers"] == [3, 4]
+    assert encoder["calibration"]["tokens"] == 2048
+    notes = encoder["layers"]["model.layers.0.mlp.experts"]["calibration"]
+    assert sum(notes["tokens_per_expert"]) == 4 * 2048
+    assert run("inspect", out, "--verify", "--report", tmp_path / "again.html").returncode == 0
+    assert (tmp_path / "again.html").read_text() == report.read_text()
+
+
+def test_plan_writes_nothing(find_model: Callable[[str], Path], tmp_path: Path) -> None:
+    result = run("encode", find_model(NAME), tmp_path / "out", "--plan", "--json")
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert plan["weights"] == 4 * 16 * 3 * 256 * 128
+    assert not list(tmp_path.iterdir())
+    text = run("encode", find_model(NAME), tmp_path / "out", "--plan").stdout
+    assert "memory of one process" in text
+    assert "free disk needed" in text
 
 
 def test_wrong_hash_is_found_by_verify(qwen_copy: Path) -> None:
@@ -88,6 +123,14 @@ def test_bad_input(find_model: Callable[[str], Path], qwen_copy: Path, tmp_path:
     fails(run("inspect", tmp_path / "nowhere"), "nowhere is not a folder")
     fails(run("encode", tmp_path / "nowhere", tmp_path / "out"), "nowhere is not a folder")
     fails(run("encode", model, qwen_copy), "exists")
+    out = tmp_path / "out"
+    fails(run("encode", model, out, "--shard", "3/2"), "give I/N")
+    fails(run("encode", model, out, "--refine"), "--calibration")
+    fails(run("encode", model, out, "--device", "cuda:7"), "--device cuda:7 cannot be used")
+    fails(run("encode", model, out, "--device", "abacus"), "--device abacus cannot be used")
+    fails(run("encode", model, out, "--calibration", tmp_path / "no.txt"), "no.txt cannot be read")
+    fails(run("encode", model, out, "--target-tiers", "4,3"), "target_tiers", "ascending")
+    fails(run("merge", model, out), "encode all shards first")
     fails(run("encode", model, tmp_path / "out", "--group-size", 48), "group_size", "48")
     evaluate = ("evaluate", qwen_copy, "--reference", model, "--text")
     fails(run(*evaluate, tmp_path / "nowhere"), "cannot be read as UTF-8 text")

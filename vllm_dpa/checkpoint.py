@@ -241,10 +241,13 @@ class Residuals:
         r: fp32 [L, E, 9], mean squared error of the expert's output at tier k, as measured;
             entries with k < min_chunks are 0 and unused.
         counts: int64 [L, E], calibration tokens routed to the expert.
+        stderr: fp32 [L, E, 9], standard error of ``r`` over the tokens measured; None where it is not
+            stored.
     """
 
     r: Tensor
     counts: Tensor
+    stderr: Tensor | None = None
 
 
 class CheckpointReader:
@@ -450,6 +453,8 @@ class CheckpointReader:
     def write_residuals(self, residuals: Residuals, profile: dict[str, Any]) -> None:
         """Add or replace the residual table and its record in the manifest."""
         tensors = {"r": residuals.r.contiguous(), "counts": residuals.counts.contiguous()}
+        if residuals.stderr is not None:
+            tensors["stderr"] = residuals.stderr.contiguous()
         path = self.path / RESIDUALS
         replace_file(path, lambda partial: save_file(tensors, partial, {"format": "pt"}))
         self._open.pop(RESIDUALS, None)

@@ -150,7 +150,7 @@ def encode_command(
 
     Interrupted at any moment, the same command goes on where it stopped.
     """
-    from vllm_dpa.profiling.encode import encode_shard
+    from vllm_dpa.profiling.encode import encode_shard, workspace_of
     from vllm_dpa.profiling.layer_fit import EncodeOptions
     from vllm_dpa.profiling.source import SourceCheckpoint
     from vllm_dpa.profiling.workspace import Shard
@@ -172,6 +172,7 @@ def encode_command(
     if report is not None:
         _report_libraries()
     source = SourceCheckpoint(model)
+    workspace_of(out)  # before the calibration text is read
     fitter = _fitter(source, calibration, calibration_tokens, refine, seed, device)
     weights = sum(layer.num_weights for layer in part.of(source.layers))
     with _progress("encoding weights", weights) as advance:
@@ -287,25 +288,30 @@ def _device(name: str) -> "torch.device":
 def profile_command(
     out: OutArgument,
     reference: Annotated[Path, typer.Option(help="Folder of the model that was encoded.")],
-    calibration: Annotated[Path, typer.Option(help="UTF-8 text like what will be served.")],
+    calibration: Annotated[
+        str, typer.Option(metavar="TEXT", help="Text like what will be served, as for encode.")
+    ],
     max_tokens: Annotated[int, typer.Option(min=1, help="Calibration tokens to use.")] = 8192,
     window: WindowOption = 256,
+    device: DeviceOption = "cpu",
 ) -> None:
     """Measure how far every expert's output is off at every number of chunks (mode dpa needs it)."""
     from vllm_dpa.checkpoint import CheckpointReader
-    from vllm_dpa.profiling.reference_model import ReferenceModel
+    from vllm_dpa.profiling.calibration import Calibration, CalibrationOptions, read_documents
     from vllm_dpa.profiling.residuals import ProfileOptions, profile
+    from vllm_dpa.profiling.source import SourceCheckpoint
 
-    options = _options(ProfileOptions, max_tokens=max_tokens, window=window)
-    checkpoint = CheckpointReader(out)
-    model = ReferenceModel.load(reference)
+    options = _options(CalibrationOptions, max_tokens=max_tokens, window=window)
+    checkpoint, source = CheckpointReader(out), SourceCheckpoint(reference)
+    inputs = Calibration(source, read_documents(calibration), options, _device(device))
     experts = sum(layer.num_experts for layer in checkpoint.manifest.layers)
     with _progress("profiling experts", experts) as advance:
-        residuals, record = profile(checkpoint, model, calibration, options, advance)
+        residuals, record = profile(checkpoint, source, inputs, ProfileOptions(), advance)
     checkpoint.write_residuals(residuals, record)
     alone = sum(len(experts) for experts in record["fallback_experts"].values())
     note = f"; {alone} experts saw no token and were measured on others' tokens" if alone else ""
-    log.print(f"{out}: residuals from {record['calibration_tokens']} tokens{note}", soft_wrap=True)
+    tokens = record["calibration"]["tokens"]
+    log.print(f"{out}: residuals from {tokens} tokens{note}", soft_wrap=True)
 
 
 @app.command("inspect")
@@ -355,7 +361,7 @@ def inspect_command(
     console.print(f"scale overhead {100 * facts['scale_overhead']:.1f} %")
     profiled = facts["residuals"]
     console.print(
-        f"residuals from {profiled['calibration_tokens']} tokens"
+        f"residuals from {profiled['calibration']['tokens']} tokens"
         if profiled
         else "no residuals: run vllm-dpa profile, or serve with mode gate_only or uniform"
     )

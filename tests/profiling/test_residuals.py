@@ -11,26 +11,37 @@ from torch.nn.functional import linear, silu
 from vllm_dpa.checkpoint import CheckpointReader
 from vllm_dpa.errors import DpaError
 from vllm_dpa.kernels.reference import decode
+from vllm_dpa.profiling.calibration import Calibration, CalibrationOptions, read_documents
 from vllm_dpa.profiling.reference_model import ReferenceModel
-from vllm_dpa.profiling.residuals import ProfileOptions, profile
+from vllm_dpa.profiling.residuals import ProfileOptions, _hull_record, profile
+from vllm_dpa.profiling.source import SourceCheckpoint
 
 NAME = "tiny-qwen2moe"
-SMALL = ProfileOptions(max_tokens=64, window=32, tokens_per_expert=1000)
+ALL = ProfileOptions(tokens_per_expert=1000)
+
+
+def calibration(model: Path, text: Path, max_tokens: int, window: int = 32) -> Calibration:
+    options = CalibrationOptions(max_tokens=max_tokens, window=window)
+    return Calibration(
+        SourceCheckpoint(model), read_documents(str(text)), options, torch.device("cpu")
+    )
 
 
 def test_residual_is_the_mean_squared_output_error_of_routed_tokens(
     encoded: Callable[..., Path],
+    find_model: Callable[[str], Path],
     load_reference: Callable[[str], ReferenceModel],
     calibration_text: Path,
 ) -> None:
     reader, model = CheckpointReader(encoded(NAME)), load_reference(NAME)
-    table, record = profile(reader, model, calibration_text, SMALL)
-    assert record["calibration_tokens"] == 64
+    inputs = calibration(find_model(NAME), calibration_text, 64)
+    table, record = profile(reader, SourceCheckpoint(find_model(NAME)), inputs, ALL)
+    assert record["calibration"]["tokens"] == 64
     layer, expert, k = reader.manifest.layers[2], int(table.counts[2].argmax()), 3
     seen = []
     module = model.experts_module(layer)
     hook = module.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
-    model.logits(model.windows(calibration_text, 32, 64))
+    model.logits(inputs._windows)
     hook.remove()
     hidden, ids = seen[0]
     x = hidden[(ids == expert).any(1)]
@@ -46,7 +57,11 @@ def test_residual_is_the_mean_squared_output_error_of_routed_tokens(
             module.down_proj[expert].double(),  # type: ignore[operator]
         )
         coarse = output(*(decode(s, expert, k) for s in reader.read_layer(layer.prefix)))
-    assert float(table.r[2, expert, k]) == pytest.approx(float((coarse - exact).square().mean()))
+    per_token = (coarse - exact).square().mean(1)
+    assert float(table.r[2, expert, k]) == pytest.approx(float(per_token.mean()), rel=1e-4)
+    assert table.stderr is not None
+    spread = float(per_token.std()) / len(x) ** 0.5
+    assert float(table.stderr[2, expert, k]) == pytest.approx(spread, rel=1e-3)
 
 
 def test_residuals_fall_with_k_and_counts_add_up(encoded: Callable[..., Path]) -> None:
@@ -58,39 +73,37 @@ def test_residuals_fall_with_k_and_counts_add_up(encoded: Callable[..., Path]) -
 
 
 def test_expert_without_tokens_falls_back_and_is_recorded(
-    encoded: Callable[..., Path],
-    load_reference: Callable[[str], ReferenceModel],
-    tmp_path: Path,
+    encoded: Callable[..., Path], find_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Two tokens reach at most eight of the sixteen experts."""
     text = tmp_path / "text"
     text.write_text("The database server")
-    reader = CheckpointReader(encoded(NAME))
-    options = ProfileOptions(max_tokens=2, window=2)
-    table, record = profile(reader, load_reference(NAME), text, options)
+    reader, model = CheckpointReader(encoded(NAME)), find_model(NAME)
+    inputs = calibration(model, text, 2, 2)
+    table, record = profile(reader, SourceCheckpoint(model), inputs, ProfileOptions())
     for i, layer in enumerate(reader.manifest.layers):
         alone = torch.nonzero(table.counts[i] == 0)[:, 0].tolist()
         assert len(alone) >= 8
         assert record["fallback_experts"][layer.prefix] == alone
     assert bool(torch.isfinite(table.r).all())
     assert bool((table.r[..., 2:] > 0).all())
+    assert bool(torch.isfinite(table.stderr).all())
 
 
-def test_text_shorter_than_a_window(
-    encoded: Callable[..., Path], load_reference: Callable[[str], ReferenceModel], tmp_path: Path
-) -> None:
-    text = tmp_path / "text"
-    text.write_text("too short")
-    with pytest.raises(DpaError, match="one window needs 256"):
-        profile(CheckpointReader(encoded(NAME)), load_reference(NAME), text, ProfileOptions())
+def test_record_says_what_the_hull_changes() -> None:
+    r = torch.zeros(1, 2, 9)
+    r[0, 0, 2:] = torch.tensor([64.0, 16, 4, 1, 0.25, 0.06, 0.01])
+    r[0, 1, 2:] = torch.tensor([64.0, 60, 4, 5, 0.25, 0.06, 0.01])
+    record = _hull_record(r)
+    assert record["rising_entries"] == 1
+    assert record["hull_lowers_entries"] == 2
+    assert record["hull_lowers_at_most"] == pytest.approx(1 - 2.125 / 5)
 
 
 def test_reference_of_another_model(
-    encoded: Callable[..., Path],
-    load_reference: Callable[[str], ReferenceModel],
-    calibration_text: Path,
+    encoded: Callable[..., Path], find_model: Callable[[str], Path], calibration_text: Path
 ) -> None:
+    other = find_model("tiny-olmoe")
+    inputs = calibration(other, calibration_text, 64)
     with pytest.raises(DpaError, match="is it the model that was encoded"):
-        profile(
-            CheckpointReader(encoded(NAME)), load_reference("tiny-olmoe"), calibration_text, SMALL
-        )
+        profile(CheckpointReader(encoded(NAME)), SourceCheckpoint(other), inputs, ALL)

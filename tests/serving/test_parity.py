@@ -122,15 +122,20 @@ DPA_DISPATCH = {"mode": "dpa", "k_bar": 3.5, "scope": "dispatch"}
 DPA_TOKEN = {"mode": "dpa", "k_bar": 3.5, "scope": "token"}
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen2moe", "tiny-olmoe"])
+EAGER: list[str] = ["--enforce-eager"]
+QWEN, OLMOE = "tiny-qwen2moe", "tiny-olmoe"
+
+
+# Every setting on one model and every model on the settings that differ most: a server takes a minute.
 @pytest.mark.parametrize(
-    ("options", "extra"),
+    ("name", "options", "extra"),
     [
-        pytest.param(UNIFORM_2, ["--enforce-eager"], id="uniform-2"),
-        pytest.param(UNIFORM_4_OF_4, ["--enforce-eager"], id="uniform-4-of-4-chunks"),
-        pytest.param(UNIFORM_8, ["--enforce-eager"], id="uniform-8"),
-        pytest.param(DPA_DISPATCH, ["--enforce-eager"], id="dpa-3.5-dispatch"),
-        pytest.param(DPA_TOKEN, [], id="dpa-3.5-token-compiled"),
+        pytest.param(QWEN, UNIFORM_2, EAGER, id="qwen-uniform-2"),
+        pytest.param(OLMOE, UNIFORM_4_OF_4, EAGER, id="olmoe-uniform-4-of-4-chunks"),
+        pytest.param(QWEN, UNIFORM_8, EAGER, id="qwen-uniform-8"),
+        pytest.param(OLMOE, DPA_DISPATCH, EAGER, id="olmoe-dpa-3.5-dispatch"),
+        pytest.param(QWEN, DPA_TOKEN, [], id="qwen-dpa-3.5-token-compiled"),
+        pytest.param(OLMOE, DPA_TOKEN, [], id="olmoe-dpa-3.5-token-compiled"),
     ],
 )
 def test_server_agrees_with_transformers(
@@ -177,9 +182,9 @@ def test_server_as_users_start_it_is_close_in_bf16(
     serve: Callable[..., Any],
 ) -> None:
     """No option given: bf16 from config.json, int8 activations, torch.compile, mode dpa."""
-    checkpoint = encoded("tiny-qwen2moe")
+    checkpoint = encoded(QWEN)
     server = serve(checkpoint, {})
-    model = load_reference("tiny-qwen2moe")
+    model = load_reference(QWEN)
     prompts = [model.tokenizer(text)["input_ids"] for text in PROMPTS]
     answers = [server.complete(prompt, 1) for prompt in prompts]
     server.process.terminate()
