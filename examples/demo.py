@@ -59,10 +59,10 @@ def _check_port() -> None:
 
 def _encode() -> None:
     cli = Path(sys.executable).with_name("vllm-dpa")
+    text = str(MODEL / "text/calibration.txt")
     if not ENCODED.exists():
-        _run(str(cli), "encode", str(MODEL), str(ENCODED))
+        _run(str(cli), "encode", str(MODEL), str(ENCODED), "--calibration", text)
     if not (ENCODED / "dpa/residuals.safetensors").exists():
-        text = str(MODEL / "text/calibration.txt")
         _run(str(cli), "profile", str(ENCODED), "--reference", str(MODEL), "--calibration", text)
 
 

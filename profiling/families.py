@@ -21,7 +21,7 @@ class Family:
 
     Attributes:
         model_type: ``model_type`` in config.json.
-        num_experts_key: key of config.json with the number of routed experts.
+        num_experts_keys: keys of config.json that may hold the number of routed experts.
         intermediate_key: key with the intermediate size of a routed expert.
         experts: pattern of an expert tensor, with groups ``prefix`` (the module that vLLM calls the
             MoE layer), ``expert`` and ``matrix``.
@@ -29,10 +29,21 @@ class Family:
     """
 
     model_type: str
-    num_experts_key: str
+    num_experts_keys: tuple[str, ...]
     intermediate_key: str
     experts: re.Pattern[str]
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def num_experts(self, config: dict[str, Any], where: str) -> int:
+        """Routed experts of a layer.
+
+        Raises:
+            DpaError: the config does not say.
+        """
+        for key in self.num_experts_keys:
+            if isinstance(config.get(key), int):
+                return int(config[key])
+        raise DpaError(f"{where} has no {self.num_experts_keys[0]}")
 
 
 _MLP_EXPERTS = re.compile(
@@ -42,9 +53,11 @@ _MLP_EXPERTS = re.compile(
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("olmoe", "num_experts", "intermediate_size", _MLP_EXPERTS),
-        Family("qwen2_moe", "num_experts", "moe_intermediate_size", _MLP_EXPERTS),
-        Family("qwen3_moe", "num_experts", "moe_intermediate_size", _MLP_EXPERTS),
+        Family("olmoe", ("num_experts",), "intermediate_size", _MLP_EXPERTS),
+        Family("qwen2_moe", ("num_experts",), "moe_intermediate_size", _MLP_EXPERTS),
+        Family(
+            "qwen3_moe", ("num_experts", "num_local_experts"), "moe_intermediate_size", _MLP_EXPERTS
+        ),
     )
 }
 
@@ -71,11 +84,12 @@ def layers_of_config(config: dict[str, Any], where: str) -> list[LayerShape]:
         DpaError: a family that is not listed, or a size is missing in the config.
     """
     family = _listed(str(config.get("model_type")), where)
-    keys = ("num_hidden_layers", "hidden_size", family.num_experts_key, family.intermediate_key)
+    keys = ("num_hidden_layers", "hidden_size", family.intermediate_key)
     for key in keys:
         if not isinstance(config.get(key), int):
             raise DpaError(f"{where}: config.json has no {key}")
-    count, hidden, experts, intermediate = (config[key] for key in keys)
+    count, hidden, intermediate = (config[key] for key in keys)
+    experts = family.num_experts(config, f"{where}: config.json")
     dense = set(config.get("mlp_only_layers") or [])
     step = config.get("decoder_sparse_step") or 1
     return [

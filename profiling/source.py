@@ -77,9 +77,7 @@ class SourceCheckpoint:
 
     def _layer_shape(self, prefix: str) -> LayerShape:
         names = self._expert_names[prefix]
-        num_experts = self.config.get(self.family.num_experts_key)
-        if not isinstance(num_experts, int):
-            raise DpaError(f"{self.path}/{CONFIG} has no {self.family.num_experts_key}")
+        num_experts = self.family.num_experts(self.config, f"{self.path}/{CONFIG}")
         gate, up, down = self.family.matrices
         intermediate, hidden = self.spec(names.get((0, gate), f"{prefix}.0.{gate}.weight"))[1]
         wanted = {gate: (intermediate, hidden), up: (intermediate, hidden),
@@ -100,7 +98,7 @@ class SourceCheckpoint:
         if extra:
             raise DpaError(
                 f"{self.path}: layer {prefix} has expert {min(extra)}, but config.json says "
-                f"{self.family.num_experts_key} = {num_experts}"
+                f"{num_experts}"
             )
         return LayerShape(
             prefix=prefix,

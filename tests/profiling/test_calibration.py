@@ -85,8 +85,26 @@ def calibration(model: Path) -> Calibration:
     return Calibration(SourceCheckpoint(model), iter([TEXT]), options, CPU)
 
 
-def test_layer_by_layer_is_the_whole_model(find_model, one_thread) -> None:
-    model = find_model("tiny-qwen2moe")
+def random_qwen3(path: Path, tokenizer_from: Path) -> Path:
+    """A tiny random Qwen3-MoE with a dense second layer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=4096, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[1],
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_from / file, path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2moe", "tiny-olmoe", "random-qwen3"])
+def test_layer_by_layer_is_the_whole_model(name, find_model, tmp_path, one_thread) -> None:
+    bundled = find_model("tiny-qwen2moe")
+    model = random_qwen3(tmp_path, bundled) if name == "random-qwen3" else find_model(name)
     ours = calibration(model)
     reference = ReferenceModel.load(model)
     layers = SourceCheckpoint(model).layers
