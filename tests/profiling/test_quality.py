@@ -1,46 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures that the encoder and the allocator must reach on trained models and held-out text.
 
-Bounds are stated with the project's requirements; a simulation that shares no code with this
-repository reached .0428, .0101 and .0028 nats at uniform k = 2, 3, 4 on tiny-olmoe, and 41, 35 and
-33 % less with per-token allocation at k-bar 3, 4, 5.
+Bounds are stated with the project's requirements. A simulation that shares no code with this repository
+reached the SQNR below, and 41, 35 and 33 % less KL with per-token allocation at k-bar 3, 4, 5.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm_dpa.checkpoint import CheckpointReader
-from vllm_dpa.profiling.encode import encode
+from vllm_dpa.profiling.calibration import Calibration, CalibrationOptions, read_documents
+from vllm_dpa.profiling.encode import encode, encode_shard, workspace_of
 from vllm_dpa.profiling.evaluate import EvaluateOptions, Report, evaluate
+from vllm_dpa.profiling.fit.matrix import ErrorSums
+from vllm_dpa.profiling.fitters import StageB
 from vllm_dpa.profiling.inspection import inspect
 from vllm_dpa.profiling.layer_fit import EncodeOptions
 from vllm_dpa.profiling.reference_model import ReferenceModel
+from vllm_dpa.profiling.residuals import ProfileOptions, profile
 from vllm_dpa.profiling.source import SourceCheckpoint
+from vllm_dpa.profiling.workspace import Shard
 
 OLMOE_SQNR_DB = {2: 8.6, 3: 14.6, 4: 20.6, 5: 26.4, 6: 31.9, 7: 36.7, 8: 40.2}
-UNIFORM_KL = {2.0: 0.050, 3.0: 0.0120, 4.0: 0.0035}
+UNIFORM_KL = {2.0: 0.032, 3.0: 0.0075, 4.0: 0.0022, 5.0: 0.0008, 6.0: 0.00035, 8.0: 0.00015}
 REDUCTION = {3.0: 0.35, 4.0: 0.30, 5.0: 0.25}
+BITS = {
+    "per_chunk": lambda k: 1.125 * k + 0.125,
+    "geometric": lambda k: k + 0.25,
+}
+OVERHEAD = {"per_chunk": 1 / 9, "geometric": 1 / 65}
 
 
-def test_per_chunk_sizes_and_sqnr(find_model: Callable[[str], Path], tmp_path: Path) -> None:
-    encode(find_model("tiny-olmoe"), tmp_path / "out", EncodeOptions(tier_exponent=0.25))
-    facts = inspect(CheckpointReader(tmp_path / "out"))
-    assert facts["scale_overhead"] == pytest.approx(1 / 9)
-    for tier in facts["tiers"]:
-        assert tier["bits_per_weight"] == 1.125 * tier["k"] + 0.125
-        assert tier["sqnr_db"] == pytest.approx(OLMOE_SQNR_DB[tier["k"]], abs=0.3)
-    values = [tier["sqnr_db"] for tier in facts["tiers"]]
-    assert values == sorted(values)
+def test_sqnr_of_stage_a_is_the_simulations(
+    find_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """On the first of six layers, which is within 0.2 dB of all of them."""
+    options = EncodeOptions(scale_layout="per_chunk", tier_exponent=0.25)
+    model, out = find_model("tiny-olmoe"), tmp_path / "out"
+    encode_shard(model, out, options, shard=Shard(1, 6))
+    errors = workspace_of(out).errors(SourceCheckpoint(model).layers[0]).tensors
+    sums = ErrorSums()
+    sums.add(errors["error"].sum(0), errors["error_with_gain"].sum(0), float(errors["power"].sum()))
+    sqnr = sums.sqnr_db(sums.error)
+    for k, expected in OLMOE_SQNR_DB.items():
+        assert sqnr[k - 1] == pytest.approx(expected, abs=0.3)
 
 
-def test_geometric_sizes(encoded: Callable[..., Path]) -> None:
-    options = EncodeOptions(scale_layout="geometric")
+@pytest.mark.parametrize("layout", ["per_chunk", "geometric"])
+def test_sizes(encoded: Callable[..., Path], layout: str) -> None:
+    options = EncodeOptions(scale_layout=layout)
     facts = inspect(CheckpointReader(encoded("tiny-qwen2moe", options)))
-    assert facts["scale_overhead"] <= 0.016
+    assert facts["scale_overhead"] == pytest.approx(OVERHEAD[layout])
     for tier in facts["tiers"]:
-        assert tier["bits_per_weight"] == tier["k"] + 0.25
+        assert tier["bits_per_weight"] == BITS[layout](tier["k"])
     values = [tier["sqnr_db"] for tier in facts["tiers"]]
     assert values == sorted(values)
 
@@ -59,16 +74,29 @@ def test_measured_sqnr_is_what_the_manifest_says(
 
 @pytest.fixture(scope="module")
 def olmoe_report(
-    encoded: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
     load_reference: Callable[[str], ReferenceModel],
     find_model: Callable[[str], Path],
 ) -> Report:
-    """Defaults of the encoder; 3,072 tokens that the model was never trained on."""
-    text = find_model("tiny-olmoe").parent.parent / "text/heldout.txt"
-    options = EvaluateOptions(scope="token", dispatch_tokens=1, k_bars=(2, 3, 4, 5))
-    checkpoint = CheckpointReader(encoded("tiny-olmoe"))
+    """Defaults of the encoder with calibration; 3,072 tokens that the model was never trained on."""
+    path, out = find_model("tiny-olmoe"), tmp_path_factory.mktemp("quality") / "out"
+    texts = path.parent.parent / "text"
+    source = SourceCheckpoint(path)
+    inputs = Calibration(
+        source,
+        read_documents(str(texts / "calibration.txt")),
+        CalibrationOptions(),
+        torch.device("cpu"),
+    )
+    encode(path, out, EncodeOptions(), StageB(inputs))
+    checkpoint = CheckpointReader(out)
+    checkpoint.write_residuals(*profile(checkpoint, source, inputs, ProfileOptions()))
+    options = EvaluateOptions(
+        scope="token", dispatch_tokens=1, k_bars=(2, 3, 4, 5, 6, 8), activations="int16"
+    )
     model = load_reference("tiny-olmoe")
-    return evaluate(checkpoint, model, model.windows(text, 256, 3072), options)
+    windows = model.windows(texts / "heldout.txt", 256, 3072)
+    return evaluate(CheckpointReader(out), model, windows, options)
 
 
 def test_uniform_kl_is_low(olmoe_report: Report) -> None:
@@ -86,9 +114,10 @@ def test_allocation_beats_uniform_at_equal_budget(olmoe_report: Report) -> None:
         assert dpa.bytes_read_per_token == pytest.approx(uniform.bytes_read_per_token)
 
 
-def test_lowest_budget_leaves_nothing_to_allocate(olmoe_report: Report) -> None:
+@pytest.mark.parametrize("k_bar", [2.0, 8.0])
+def test_extreme_budgets_leave_nothing_to_allocate(olmoe_report: Report, k_bar: float) -> None:
     rows = {(row.mode, row.k_bar): row for row in olmoe_report.rows}
-    assert rows["dpa", 2.0].kl == rows["uniform", 2.0].kl
+    assert rows["dpa", k_bar].kl == rows["uniform", k_bar].kl
 
 
 def test_evaluation_in_scope_dispatch(
