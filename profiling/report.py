@@ -197,12 +197,18 @@ def _heat_map(figure: Any, axes: Any, errors: ExpertErrors) -> None:
     table = errors.shown[..., SHOWN].clamp_min(1e-12).log10()
     image = axes.imshow(table.masked_fill(~errors.present, torch.nan), aspect="auto")
     axes.set(xlabel="expert", ylabel="MoE layer")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, label=f"log10 of the {errors.measure}")
 
 
 def _histogram(figure: Any, axes: Any, errors: ExpertErrors) -> None:
-    for k in TIERS:
-        sqnr = -10 * errors.weight[..., k][errors.present].clamp_min(1e-12).log10()
-        axes.hist(sqnr.tolist(), bins=40, alpha=0.7, label=f"k = {k}")
+    sqnr = {
+        k: (-10 * errors.weight[..., k][errors.present].clamp_min(1e-12).log10()).tolist()
+        for k in TIERS
+    }
+    bins = (min(map(min, sqnr.values())), max(map(max, sqnr.values())))
+    for k, values in sqnr.items():
+        axes.hist(values, bins=100, range=bins, alpha=0.7, label=f"k = {k}")
     axes.set(xlabel="SQNR in dB, gain applied", ylabel="experts")
     axes.legend(ncols=2)

@@ -65,11 +65,17 @@ def test_encode_profile_inspect_evaluate(
     assert [tier["k"] for tier in facts["tiers"]] == list(range(2, 9))
     assert facts["residuals"]["calibration"]["tokens"] == 1024
 
-    report = json.loads(run(*evaluate, "--scope", "token").stdout)
+    table, plots = tmp_path / "new/rows.csv", tmp_path / "plots"
+    result = run(*evaluate, "--scope", "token", "--csv", table, "--plots", plots)
+    report = json.loads(result.stdout)
+    assert len(table.read_text().splitlines()) == 1 + len(report["rows"])
+    assert {p.name for p in plots.iterdir()} == {
+        "frontier.png", "reduction.png", "layers.png", "gates.png"}  # fmt: skip
     assert [(row["mode"], row["k_bar"]) for row in report["rows"]] == [
         ("uniform", 2.0), ("uniform", 3.5), ("dpa", 2.0), ("dpa", 3.5)]  # fmt: skip
     assert set(report["rows"][0]) == {"mode", "scope", "dispatch_tokens", "k_bar", "kl", "kl_ci95",
-                                      "perplexity", "bytes_read_per_token"}  # fmt: skip
+                                      "perplexity", "top1_agreement",
+                                      "bytes_read_per_token"}  # fmt: skip
     table = run("inspect", out, "--verify").stdout
     assert "files verified" in table
 

@@ -384,18 +384,26 @@ def evaluate_command(
         ScopeName, typer.Option(help="One budget per dispatch, or one per token.")
     ] = ScopeName.dispatch,
     dispatch_tokens: Annotated[
-        int, typer.Option(min=1, help="Consecutive tokens that form one dispatch.")
-    ] = 16,
+        str, typer.Option(metavar="N,N,..", help="Consecutive tokens that form one dispatch.")
+    ] = "16",
     activations: Annotated[
         str, typer.Option(metavar="TYPE", help="int8 or int16: how the CPU kernel rounds inputs.")
     ] = "int8",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the text to use.")] = 4096,
     window: WindowOption = 256,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the rows as CSV too.")
+    ] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write plots: frontier, reduction, layers, gates."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare OUT with full precision on a text: KL divergence, perplexity, bytes per token."""
     from vllm_dpa.checkpoint import CheckpointReader
     from vllm_dpa.profiling.evaluate import EvaluateOptions, evaluate
+    from vllm_dpa.profiling.evaluation_plots import write_csv, write_plots
     from vllm_dpa.profiling.reference_model import ReferenceModel
 
     options = _options(
@@ -403,32 +411,43 @@ def evaluate_command(
         modes=_list(modes, "--modes"),
         k_bars=_numbers(k_bar, "--k-bar"),
         scope=scope.value,
-        dispatch_tokens=dispatch_tokens,
+        dispatch_tokens=_list(dispatch_tokens, "--dispatch-tokens"),
         activations=activations,
     )
+    if plots is not None:
+        _report_libraries()
     checkpoint = CheckpointReader(out)
     model = ReferenceModel.load(reference)
     windows = model.windows(text, window, max_tokens)
-    sequences = len(windows) * len(options.modes) * len(options.k_bars)
+    settings = len(options.modes) * len(options.k_bars) * len(options.dispatch_tokens)
+    sequences = len(windows) * settings
     with _progress("evaluating sequences", sequences) as advance:
         report = evaluate(checkpoint, model, windows, options, advance)
+    if csv is not None:
+        write_csv(report, csv)
+    if plots is not None:
+        for path in write_plots(report, plots):
+            log.print(f"plot: {path}", soft_wrap=True)
     if as_json:
         _print_json(report.as_json())
         return
     table = Table(
         title=f"{report.tokens} tokens; full precision has perplexity "
-        f"{report.reference_perplexity:.3f}; scope {scope.value}, dispatch size {dispatch_tokens}"
+        f"{report.reference_perplexity:.3f}; scope {scope.value}; experts at k = 8: "
+        f"{report.stored_bytes / 2**20:.1f} MiB; tokens of a dispatch, KL in nats, KiB read per token"
     )
-    for column in ("mode", "k-bar", "KL (nats)", "± 95 %", "perplexity", "KiB read per token"):
+    for column in ("mode", "tokens", "k-bar", "KL", "± 95 %", "ppl", "top-1 %", "KiB"):
         table.add_column(column, justify="left" if column == "mode" else "right")
     for row in report.rows:
         table.add_row(
             row.mode,
+            str(row.dispatch_tokens),
             f"{row.k_bar:g}",
             f"{row.kl:.5f}",
             "-" if row.kl_ci95 is None else f"{row.kl_ci95:.5f}",
             f"{row.perplexity:.3f}",
-            f"{row.bytes_read_per_token / 1024:.0f}",
+            f"{100 * row.top1_agreement:.2f}",
+            f"{row.bytes_read_per_token / 1024:.1f}",
         )
     console.print(table)
 

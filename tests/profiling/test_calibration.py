@@ -65,6 +65,24 @@ def test_dataset_id_without_the_library_says_what_to_install(
         list(read_documents("someone/texts"))
 
 
+def test_dataset_id_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library is not a dependency, so a stand-in with its signature takes its place."""
+    asked: list[tuple[str, dict[str, object]]] = []
+
+    class Datasets:
+        @staticmethod
+        def load_dataset(name: str, **options: object) -> list[dict[str, str]]:
+            asked.append((name, options))
+            return [{"text": "one"}, {"text": "two"}, {"content": "three"}]
+
+    monkeypatch.setitem(__import__("sys").modules, "datasets", Datasets)
+    documents = read_documents("someone/texts")
+    assert [next(documents), next(documents)] == ["one", "two"]
+    assert asked == [("someone/texts", {"split": "train", "streaming": True})]
+    with pytest.raises(DpaError, match=r'record 2: a record needs a string "text"'):
+        next(documents)
+
+
 def test_windows_depend_on_the_seed_alone() -> None:
     words = " ".join("x" * (i % 50 + 1) for i in range(4000))
     options = CalibrationOptions(max_tokens=256, window=16)

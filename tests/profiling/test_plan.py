@@ -74,7 +74,8 @@ def test_config_that_says_too_little_is_refused(
         make_plan(tmp_path, EncodeOptions(), None, CPU)
 
 
-ENCODE = """
+# Runs the command and prints the peak of its resident memory last.
+COMMAND = """
 import resource, sys
 from vllm_dpa.cli import app
 app(sys.argv[1:], standalone_mode=False)
@@ -83,14 +84,17 @@ print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def test_memory_is_enough_and_not_far_too_much(tmp_path: Path, find_model) -> None:
-    """Peak resident memory of a calibrated encode in a process of its own."""
+    """Peak resident memory of a calibrated encode, plan and encode in processes of their own."""
     model = find_model("tiny-qwen2moe")
-    text = model / "text/calibration.txt"
-    command = ["encode", str(model), str(tmp_path / "out"), "--calibration", str(text),
-               "--calibration-tokens", "16384"]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", ENCODE, *command], check=True, capture_output=True, text=True
-    )
-    peak = int(done.stdout.splitlines()[-1])
-    planned = make_plan(model, EncodeOptions(), 16384, CPU).memory_bytes
+    encode = ["encode", str(model), str(tmp_path / "out"), "--calibration",
+              str(model / "text/calibration.txt"), "--calibration-tokens", "16384"]  # fmt: skip
+
+    def output(*options: str) -> list[str]:
+        command = [sys.executable, "-c", COMMAND, *encode, *options]
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+
+    planned = json.loads("\n".join(output("--plan", "--json")[:-1]))["memory_bytes"]
+    peak = int(output()[-1])
     assert 0.5 * planned < peak < 1.1 * planned, (peak, planned)

@@ -5,6 +5,7 @@ Bounds are stated with the project's requirements. A simulation that shares no c
 reached the SQNR below, and 41, 35 and 33 % less KL with per-token allocation at k-bar 3, 4, 5.
 """
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from vllm_dpa.checkpoint import CheckpointReader
 from vllm_dpa.profiling.calibration import Calibration, CalibrationOptions, read_documents
 from vllm_dpa.profiling.encode import encode, encode_shard, workspace_of
 from vllm_dpa.profiling.evaluate import EvaluateOptions, Report, evaluate
+from vllm_dpa.profiling.evaluation_plots import write_csv, write_plots
 from vllm_dpa.profiling.fit.matrix import ErrorSums
 from vllm_dpa.profiling.fitters import StageB
 from vllm_dpa.profiling.inspection import inspect
@@ -92,7 +94,7 @@ def olmoe_report(
     checkpoint = CheckpointReader(out)
     checkpoint.write_residuals(*profile(checkpoint, source, inputs, ProfileOptions()))
     options = EvaluateOptions(
-        scope="token", dispatch_tokens=1, k_bars=(2, 3, 4, 5, 6, 8), activations="int16"
+        scope="token", dispatch_tokens=(1,), k_bars=(2, 3, 4, 5, 6, 8), activations="int16"
     )
     model = load_reference("tiny-olmoe")
     windows = model.windows(texts / "heldout.txt", 256, 3072)
@@ -125,16 +127,62 @@ def test_evaluation_in_scope_dispatch(
     load_reference: Callable[[str], ReferenceModel],
     heldout_text: Path,
 ) -> None:
-    """Larger dispatches share reads; a single sequence has no confidence interval."""
+    """Dispatches of two sizes in one run; a single sequence has no confidence interval."""
     checkpoint, model = CheckpointReader(encoded("tiny-qwen2moe")), load_reference("tiny-qwen2moe")
     windows = model.windows(heldout_text, 256, 256)
-    reports = [
-        evaluate(checkpoint, model, windows, EvaluateOptions(k_bars=(3,), dispatch_tokens=size))
-        for size in (4, 256)
-    ]
-    for report in reports:
-        uniform, dpa = report.rows
-        assert uniform.kl_ci95 is None
-        assert dpa.kl < uniform.kl
-    assert reports[1].rows[0].kl == reports[0].rows[0].kl
-    assert reports[1].rows[0].bytes_read_per_token < reports[0].rows[0].bytes_read_per_token
+    options = EvaluateOptions(k_bars=(3,), dispatch_tokens=(4, 256))
+    report = evaluate(checkpoint, model, windows, options)
+    rows = {(row.mode, row.dispatch_tokens): row for row in report.rows}
+    for size in (4, 256):
+        assert rows["uniform", size].kl_ci95 is None
+        assert rows["dpa", size].kl < rows["uniform", size].kl
+        assert 0.9 < rows["dpa", size].top1_agreement <= 1
+    assert rows["uniform", 4].kl == rows["uniform", 256].kl
+    # Larger dispatches share reads.
+    assert rows["uniform", 256].bytes_read_per_token < rows["uniform", 4].bytes_read_per_token
+    stored = sum(
+        la.num_experts * la.expert_bytes(8, checkpoint.settings)
+        for la in checkpoint.manifest.layers
+    )
+    assert report.stored_bytes == stored
+
+
+def test_evaluation_counts_where_chunks_went(
+    encoded: Callable[..., Path],
+    load_reference: Callable[[str], ReferenceModel],
+    heldout_text: Path,
+) -> None:
+    """In scope token every token spends its budget, and larger gates get more of it."""
+    checkpoint, model = CheckpointReader(encoded("tiny-qwen2moe")), load_reference("tiny-qwen2moe")
+    windows = model.windows(heldout_text, 64, 128)
+    options = EvaluateOptions(k_bars=(3.5,), scope="token", dispatch_tokens=(1,))
+    report = evaluate(checkpoint, model, windows, options)
+    k = torch.arange(9)
+    for row, allocation in zip(report.rows, report.allocations, strict=True):
+        assert allocation.by_layer.sum(1).tolist() == [128 * 4] * 4
+        assert allocation.by_rank.sum(1).tolist() == [128 * 4] * 4
+        spent = allocation.by_layer @ k
+        if row.mode == "uniform":
+            assert allocation.by_layer[:, 4].tolist() == [128 * 4] * 4
+        else:
+            assert spent.tolist() == [128 * 14] * 4
+            mean = (allocation.by_rank @ k).tolist()
+            assert mean == sorted(mean, reverse=True)
+            assert mean[0] > mean[3]
+
+
+def test_evaluation_is_written_as_csv_and_plots(
+    encoded: Callable[..., Path],
+    load_reference: Callable[[str], ReferenceModel],
+    heldout_text: Path,
+    tmp_path: Path,
+) -> None:
+    checkpoint, model = CheckpointReader(encoded("tiny-qwen2moe")), load_reference("tiny-qwen2moe")
+    options = EvaluateOptions(k_bars=(3, 4), scope="token", dispatch_tokens=(1,))
+    report = evaluate(checkpoint, model, model.windows(heldout_text, 64, 128), options)
+    write_csv(report, tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["kl"]) for row in rows] == [row.kl for row in report.rows]
+    for path in write_plots(report, tmp_path / "plots"):
+        assert path.read_bytes().startswith(b"\x89PNG")
