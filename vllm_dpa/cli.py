@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_dpa.checkpoint import CheckpointReader
+    from vllm_dpa.profiling.calibration import Calibration
     from vllm_dpa.profiling.layer_fit import EncodeOptions, LayerFitter
     from vllm_dpa.profiling.source import SourceCheckpoint
 
@@ -294,6 +295,14 @@ def profile_command(
     max_tokens: Annotated[int, typer.Option(min=1, help="Calibration tokens to use.")] = 8192,
     window: WindowOption = 256,
     device: DeviceOption = "cpu",
+    check_diagonal: Annotated[
+        bool,
+        typer.Option(
+            "--check-diagonal",
+            help="Measure nothing new; compare the allocator's cost with the true error over random "
+            "allocations.",
+        ),
+    ] = False,
 ) -> None:
     """Measure how far every expert's output is off at every number of chunks (mode dpa needs it)."""
     from vllm_dpa.checkpoint import CheckpointReader
@@ -304,6 +313,9 @@ def profile_command(
     options = _options(CalibrationOptions, max_tokens=max_tokens, window=window)
     checkpoint, source = CheckpointReader(out), SourceCheckpoint(reference)
     inputs = Calibration(source, read_documents(calibration), options, _device(device))
+    if check_diagonal:
+        _print_diagonal(checkpoint, source, inputs)
+        return
     experts = sum(layer.num_experts for layer in checkpoint.manifest.layers)
     with _progress("profiling experts", experts) as advance:
         residuals, record = profile(checkpoint, source, inputs, ProfileOptions(), advance)
@@ -312,6 +324,24 @@ def profile_command(
     note = f"; {alone} experts saw no token and were measured on others' tokens" if alone else ""
     tokens = record["calibration"]["tokens"]
     log.print(f"{out}: residuals from {tokens} tokens{note}", soft_wrap=True)
+
+
+def _print_diagonal(
+    checkpoint: "CheckpointReader", source: "SourceCheckpoint", inputs: "Calibration"
+) -> None:
+    from vllm_dpa.profiling.diagonal import BUDGETS
+    from vllm_dpa.profiling.diagonal import check_diagonal as check
+
+    residuals = checkpoint.require_residuals("dpa")
+    with _progress("checking layers", len(checkpoint.manifest.layers)) as advance:
+        rows = check(checkpoint, source, inputs, residuals, advance)
+    table = Table(title="Spearman correlation of the allocator's cost with the true error")
+    for column in ("layer", *(f"k-bar {k}" for k in BUDGETS)):
+        table.add_column(column, justify="left" if column == "layer" else "right")
+    for layer in checkpoint.manifest.layers:
+        values = [f"{row['spearman']:.4f}" for row in rows if row["layer"] == layer.prefix]
+        table.add_row(layer.prefix, *values)
+    console.print(table)
 
 
 @app.command("inspect")
