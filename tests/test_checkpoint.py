@@ -158,8 +158,8 @@ def test_impossible_scale_names_file_layer_and_expert(qwen_copy: Path, value: fl
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[f"{PREFIX}.w2.scale"][3, 5, 0] = value
 
-    edit_tensors(qwen_copy, "dpa/chunk-1.safetensors", change)
-    fails(qwen_copy, "chunk-1.safetensors", f"{PREFIX}.w2.scale", "expert 3", str(value))
+    edit_tensors(qwen_copy, "dpa/chunk-0.safetensors", change)
+    fails(qwen_copy, "chunk-0.safetensors", f"{PREFIX}.w2.scale", "expert 3", str(value))
 
 
 def test_impossible_gain(qwen_copy: Path) -> None:
