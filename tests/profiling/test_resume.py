@@ -121,7 +121,7 @@ def unfinished(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"tier_exponent": 0.25}, "options"), ({"scale_layout": "geometric"}, "options")],
+    [({"tier_exponent": 0.25}, "options"), ({"scale_layout": "per_chunk"}, "options")],
 )
 def test_going_on_with_other_options_is_refused(
     tmp_path: Path, change: dict[str, object], named: str

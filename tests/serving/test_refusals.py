@@ -171,7 +171,7 @@ def test_command_refuses_a_wrong_hash(qwen_copy: Path, refuse: Callable[..., str
 
 def test_command_refuses_a_nan_scale(qwen_copy: Path, refuse: Callable[..., str]) -> None:
     """With size and hash in order: found while the layer is loaded, never at the first request."""
-    name = "dpa/chunk-2.safetensors"
+    name = "dpa/chunk-0.safetensors"
     tensors = {key: value.clone() for key, value in load_file(qwen_copy / name).items()}
     tensors["model.layers.3.mlp.experts.w13.scale"][9, 0, 0] = float("nan")
     (qwen_copy / name).unlink()
@@ -181,7 +181,7 @@ def test_command_refuses_a_nan_scale(qwen_copy: Path, refuse: Callable[..., str]
     manifest["files"][name] = record_file(qwen_copy / name).model_dump()
     path.write_text(json.dumps(manifest))
     output = refuse(qwen_copy, {})
-    assert "chunk-2.safetensors: model.layers.3.mlp.experts.w13.scale, expert 9" in output
+    assert "chunk-0.safetensors: model.layers.3.mlp.experts.w13.scale, expert 9" in output
 
 
 def test_batch_invariance_needs_precision_that_does_not_depend_on_the_batch(
