@@ -205,8 +205,17 @@ class Calibration:
         return {**self._options.model_dump(), "tokens": self._windows.numel(), "sha256": digest}
 
     def working_bytes(self, shape: LayerShape) -> int:
-        """Two copies of the hidden states (before and after a layer) and one layer in float32."""
-        return 4 * (3 * self._windows.numel() * shape.hidden_size + 2 * shape.num_weights)
+        return calibration_bytes(self._windows.numel(), self._source.config, shape)
+
+
+def calibration_bytes(tokens: int, config: dict[str, Any], shape: LayerShape) -> int:
+    """Memory of the calibration data beside a layer's fit, float32: the hidden states, the inputs of
+    the experts (in parts, then as one), two copies of a layer's weights, and for every worker its
+    expert's tokens three times."""
+    share = int(config.get("num_experts_per_tok") or 1) / shape.num_experts
+    worker = 3 * share * tokens * (shape.hidden_size + shape.intermediate_size)
+    values = 3 * tokens * shape.hidden_size + 2 * shape.num_weights
+    return 4 * int(values + torch.get_num_threads() * worker)
 
 
 class LayerStream:
@@ -311,22 +320,19 @@ class LayerStream:
 
             hook = experts.register_forward_pre_hook(keep)
 
-        def run(batch: int) -> tuple[Tensor, list[Tensor]]:
+        def run(batch: int) -> list[Tensor]:
             with torch.inference_mode():
                 hidden = self._hidden[batch]
                 out = layer(hidden.to(self._device), **self._arguments[len(hidden)][number])
-                out = out[0] if isinstance(out, tuple) else out
-                return out.cpu(), local.seen if wanted else []
+                self._hidden[batch] = (out[0] if isinstance(out, tuple) else out).cpu()
+                return local.seen if wanted else []
 
         with one_thread_each(self._device) as run_all:
-            results = list(run_all(run, range(len(self._hidden))))
-        self._hidden = [hidden for hidden, _ in results]
+            seen = list(run_all(run, range(len(self._hidden))))
         layer.to("meta")
         self._position += 1
         if not wanted:
             return None
         hook.remove()
-        hidden, ids, gates = (
-            torch.cat(parts) for parts in zip(*(seen for _, seen in results), strict=True)
-        )
+        hidden, ids, gates = (torch.cat(parts) for parts in zip(*seen, strict=True))
         return LayerInputs(hidden, ids.long(), gates.float(), self._experts[prefix])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_dpa.checkpoint import CONFIG, LayerShape, read_json
 from vllm_dpa.kernels.planes import MIN_CHUNKS, NUM_CHUNKS
-from vllm_dpa.profiling.calibration import LayerInputs
+from vllm_dpa.profiling.calibration import LayerInputs, calibration_bytes
 from vllm_dpa.profiling.families import layers_of_config
 from vllm_dpa.profiling.fitters import StageA, StageB
 from vllm_dpa.profiling.layer_fit import EncodeOptions, LayerFitter, LayerWeights
@@ -77,8 +77,7 @@ class SampleCalibration:
         return {"tokens": self.tokens}
 
     def working_bytes(self, shape: LayerShape) -> int:
-        """As :meth:`.calibration.Calibration.working_bytes`."""
-        return 4 * (3 * self.tokens * shape.hidden_size + 2 * shape.num_weights)
+        return calibration_bytes(self.tokens, {"num_experts_per_tok": self.top_k}, shape)
 
 
 def random_weights(shape: LayerShape) -> LayerWeights:

@@ -97,4 +97,5 @@ def test_memory_is_enough_and_not_far_too_much(tmp_path: Path, find_model) -> No
 
     planned = json.loads("\n".join(output("--plan", "--json")[:-1]))["memory_bytes"]
     peak = int(output()[-1])
-    assert 0.5 * planned < peak < 1.1 * planned, (peak, planned)
+    # The upper bound allows for what the C library keeps of memory that its threads gave back.
+    assert 0.5 * planned < peak < 1.3 * planned, (peak, planned)
