@@ -2,9 +2,9 @@
 """The kernel: one tile of 128 output rows of one expert, for a block of its tokens.
 
 A program owns tile ``program_id(0)`` (and, where columns are split, one part of them) for the block of
-``BM`` (token, slot) pairs ``program_id(1)``, all of one expert at one k. It walks the tiles of the row and
-the planes of each in one flat software-pipelined loop: k comes from memory, and planes past it are masked,
-so one compiled kernel serves every mixture of k.
+``BM`` (token, slot) pairs ``program_id(1)``, all of one expert at one k. It walks the tiles of the row
+and the planes of each in one flat software-pipelined loop: k comes from memory, and planes past it are
+masked, so one compiled kernel serves every mixture of k.
 
     sep     ``per_chunk`` scales: an MMA per plane, the scale applied in float32 to its result
     deq     ``per_chunk`` scales: weights rounded to 16 bits, an MMA per block of planes
@@ -118,7 +118,9 @@ def accumulate_deq(
             words = load_plane(planes + (j + b) * plane_stride + tile * 512, live)
             side = scales + (j + b) * scale_stride + tile * S * 128
             scale = twice(load_sides(side, live, S) * (2 * UP), BF16)
-            weights = fma_pairs(single_bits(words, 0, 1, BF16), spread(scale, S), weights, BF16, ASM)
+            weights = fma_pairs(
+                single_bits(words, 0, 1, BF16), spread(scale, S), weights, BF16, ASM
+            )
         acc = dot_add(operand(weights, 1, BF16, ASM), xt, acc)
         j += PLANES
         done = j >= k
@@ -212,7 +214,7 @@ def expert_gemm(
         DIRECT: block b is pair b alone; ``pairs`` and ``num_blocks`` are not read.
     """
     block = tl.program_id(1)
-    if not DIRECT:
+    if not DIRECT:  # noqa: SIM102 (decided when compiled; the other is not)
         if block >= tl.load(num_blocks):
             return
     expert = tl.load(block_expert + block).to(tl.int64)

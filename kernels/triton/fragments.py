@@ -13,7 +13,7 @@ column by ``2**-(exponent(p) + A)``, which is exact, and results by ``2**A``.
 import triton
 import triton.language as tl
 
-# The interpreter multiplies the bit patterns of bf16 operands and truncates float32 to bf16; and it does not
+# The interpreter multiplies the bit patterns of bf16 operands, truncates float32 to bf16, and does not
 # run inline assembly.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 

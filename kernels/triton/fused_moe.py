@@ -12,8 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
+from ..budget import Budget
 from ..planes import GEOMETRIC, NUM_TIERS
+from . import prepare as first
 from . import routing
+from .allocate import NO_HINTS, Hints, from_energies, pair_constants, pair_tensors
 from .expert_gemm import expert_gemm
 from .fragments import INTERPRETED
 from .layout import TILE, PackedLayer, PackedMatrix
@@ -30,8 +33,9 @@ def fused_moe(
     layer: PackedLayer,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    chunks: Tensor,
+    chunks: Tensor | Budget,
     config: Config | None = None,
+    hints: Hints = NO_HINTS,
 ) -> Tensor:
     """Routed output of one MoE layer.
 
@@ -39,11 +43,12 @@ def fused_moe(
         x: bfloat16 or float16 [T, H].
         layer: the packed experts.
         topk_weights: [T, K] gates, applied to the expert's output.
-        topk_ids: int32 or int64 [T, K]; a negative id contributes nothing.
+        topk_ids: int32 or int64 [T, K], at most the last expert; a negative id contributes nothing.
         chunks: int32 or int64 k, [E] (one per expert) or [T, K] (one per token and slot), within
-            1..resident chunks wherever an expert is in use. The host does not read it, so does not
-            check it.
+            1..resident chunks wherever an expert is in use; or the budget under which they are
+            allocated on the way. Neither ids nor k are read, so checked, on the host.
         config: how to run; by default what the tuning table says.
+        hints: of the requests, for a budget.
 
     Returns:
         [T, H] in the dtype of ``x``.
@@ -54,15 +59,15 @@ def fused_moe(
     _check(x, layer, topk_weights, topk_ids, chunks)
     if not len(x):
         return torch.empty_like(x)
-    config = config or choose(layer, *topk_ids.shape, x)
-    ids, chunks = topk_ids.contiguous(), chunks.contiguous()
-    rows = prepare(x, layer.w13, config)
+    config = config or choose(layer, *topk_ids.shape)
+    ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+    rows, counts = prepare(x, layer, weights, ids, chunks, config, hints)
     if len(x) <= DIRECT_TOKENS:
-        blocks = Blocks.of_single_pairs(ids, chunks)
+        blocks = Blocks.of_single_pairs(ids, counts)
     else:
-        blocks = Blocks.of_sorted_pairs(ids, chunks, layer.num_experts, config.block_m)
+        blocks = Blocks.of_sorted_pairs(ids, counts, layer.num_experts, config.block_m)
     hidden = gate_up(layer.w13, rows, blocks, ids, config)
-    partial = down(layer.w2, hidden, blocks, topk_weights.float().contiguous(), config)
+    partial = down(layer.w2, hidden, blocks, weights, config)
     return combine(partial, ids, x.dtype)
 
 
@@ -136,24 +141,85 @@ class Blocks:
         return cls(sorted_pairs, expert, k, used, most, direct=False, per_expert=False)
 
 
-def prepare(x: Tensor, matrix: PackedMatrix, config: Config) -> Rows:
-    """Pad, scale and sum the activations [T, H] that ``matrix`` is multiplied with."""
-    shape = matrix.shape
-    tokens, padded = len(x), shape.column_tiles * TILE
+def prepare(
+    x: Tensor,
+    layer: PackedLayer,
+    gates: Tensor,
+    ids: Tensor,
+    chunks: Tensor | Budget,
+    config: Config,
+    hints: Hints,
+) -> tuple[Rows, Tensor]:
+    """Activations padded, scaled and summed for w13; and k, [E] or [T, K]."""
+    shape, (tokens, top_k) = layer.w13.shape, ids.shape
+    padded = shape.column_tiles * TILE
     values = torch.empty(tokens, padded, dtype=x.dtype, device=x.device)
     groups = padded // shape.group_size if config.needs_sums else 0
     sums = torch.empty(tokens, groups, dtype=torch.float32, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
     parts = triton.cdiv(padded, _CHUNK)
-    routing.prepare_activations[(tokens * parts,)](
-        *(x, values, sums, parts, shape.columns, padded, x.stride(0)),
+    work = _Allocation.plan(gates, ids, chunks, hints)
+    first.prepare[(work.programs + tokens * parts,)](
+        *(x, values, sums, parts, shape.columns, padded, x.stride(0), *work.tensors),
+        *(ids.numel(), work.programs),
         SCALED=config.scales_columns,
         SUMS=config.needs_sums,
         GROUP=shape.group_size,
         CHUNK=_CHUNK,
         BF16=x.dtype == torch.bfloat16,
+        **work.constants,
     )
-    return Rows(values, sums, parts_per_group=1, pairs_per_row=0)
+    rows = Rows(values, sums, parts_per_group=1, pairs_per_row=top_k)
+    if isinstance(chunks, Budget) and work.energies:
+        return rows, from_energies(*work.energies, chunks, hints)
+    return rows, work.counts
+
+
+@dataclass(frozen=True)
+class _Allocation:
+    """What the first programs of :func:`.prepare.prepare` do about k.
+
+    Attributes:
+        programs: their number.
+        tensors: from ``ids`` to ``counts`` in the kernel's arguments.
+        constants: the kernel's, as far as they are about k.
+        counts: k, int32 [T, K] to be written, or as it was given.
+        energies: gate energy and number of pairs per expert, if those are what is computed.
+    """
+
+    programs: int
+    tensors: tuple[Tensor, ...]
+    constants: dict[str, int | bool]
+    counts: Tensor
+    energies: tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def plan(
+        cls, gates: Tensor, ids: Tensor, chunks: Tensor | Budget, hints: Hints
+    ) -> "_Allocation":
+        tokens, top_k = ids.shape
+        if not isinstance(chunks, Budget):
+            counts = chunks.contiguous()
+            nothing = dict.fromkeys(("MOST", "UNIFORM", "GATES", "WEIGHTED", "FLOORS", "ROUNDS"), 0)
+            constants = {"WORK": first.NOTHING.value, "N": 1, "TOP_K": top_k, **nothing}
+            return cls(0, (ids, *(gates,) * 6, counts, gates, counts), constants, counts, None)
+        counts = torch.empty(tokens, top_k, dtype=torch.int32, device=ids.device)
+        energy = torch.empty(chunks.num_experts, dtype=torch.float32, device=ids.device)
+        number = torch.empty(chunks.num_experts, dtype=torch.int32, device=ids.device)
+        if chunks.per_token:
+            work, programs, items = first.ALLOCATE_TOKENS, tokens, top_k
+        elif tokens <= DIRECT_TOKENS:
+            work, programs, items = first.ALLOCATE_BATCH, 1, tokens * top_k
+        else:
+            work, programs, items = first.SUM_ENERGIES, chunks.num_experts, 1
+        tensors = (*pair_tensors(gates, ids, chunks, hints), counts, energy, number)
+        constants = {
+            "WORK": work.value,
+            "N": triton.next_power_of_2(items),
+            **pair_constants(chunks, hints, top_k),
+        }
+        energies = (energy, number) if work is first.SUM_ENERGIES else None
+        return cls(programs, tensors, constants, counts, energies)
 
 
 def gate_up(w13: PackedMatrix, rows: Rows, blocks: Blocks, ids: Tensor, config: Config) -> Rows:
@@ -162,14 +228,11 @@ def gate_up(w13: PackedMatrix, rows: Rows, blocks: Blocks, ids: Tensor, config: 
     values = rows.values.new_empty(pairs, columns)
     part = min(w13.shape.group_size, TILE // 2)
     sums = rows.sums.new_empty(pairs, columns // part if config.needs_sums else 0)
-    rows = Rows(rows.values, rows.sums, rows.parts_per_group, ids.shape[1])
     _multiply(w13, rows, blocks, values, sums, sums, config, part=part, split=1)
     return Rows(values, sums, w13.shape.group_size // part, pairs_per_row=1)
 
 
-def down(
-    w2: PackedMatrix, hidden: Rows, blocks: Blocks, weights: Tensor, config: Config
-) -> Tensor:
+def down(w2: PackedMatrix, hidden: Rows, blocks: Blocks, weights: Tensor, config: Config) -> Tensor:
     """Gate times output of every pair, float32 [parts, pairs, H]; parts are to be added."""
     shape = (config.split, len(hidden.values), w2.shape.rows)
     partial = torch.empty(shape, dtype=torch.float32, device=weights.device)
@@ -229,7 +292,9 @@ def combine(partial: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _check(x: Tensor, layer: PackedLayer, weights: Tensor, ids: Tensor, chunks: Tensor) -> None:
+def _check(
+    x: Tensor, layer: PackedLayer, weights: Tensor, ids: Tensor, chunks: Tensor | Budget
+) -> None:
     if x.dtype not in DTYPES or x.dim() != 2 or x.shape[1] != layer.hidden_size:
         raise ValueError(
             f"x must be bfloat16 or float16 [T, {layer.hidden_size}], got {x.dtype} "
@@ -240,6 +305,13 @@ def _check(x: Tensor, layer: PackedLayer, weights: Tensor, ids: Tensor, chunks: 
         raise ValueError(f"topk_ids must be int32 or int64 [T, K], got {ids.dtype} {ids.shape}")
     if weights.shape != ids.shape:
         raise ValueError(f"topk_weights {tuple(weights.shape)} do not fit ids {tuple(ids.shape)}")
+    if isinstance(chunks, Budget):
+        if chunks.num_experts != layer.num_experts or chunks.max_chunks > layer.num_chunks:
+            raise ValueError(
+                f"a budget for {chunks.num_experts} experts of up to {chunks.max_chunks} chunks does "
+                f"not fit a layer of {layer.num_experts} experts with {layer.num_chunks}"
+            )
+        return
     fits = chunks.shape == ids.shape or chunks.shape == (layer.num_experts,)
     if not fits or chunks.dtype not in integers:
         raise ValueError(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A layer's experts in the order in which tensor cores take them.
 
-The kernels compute ``y^T = W x^T``: weights are the A operand of the MMA, from registers. The words of a
-plane are therefore laid in fragments of ``mma.m16n8k16`` (and of ``wgmma.m64nNk16`` with A in registers):
-one 16-byte load per thread holds all that it needs of a 128 x 128 tile, with no shuffle.
+The kernels compute ``y^T = W x^T``: weights are the A operand of the MMA, from registers. The words of
+a plane are therefore laid in fragments of ``mma.m16n8k16`` (and of ``wgmma.m64nNk16`` with A in
+registers): one 16-byte load per thread holds all that it needs of a 128 x 128 tile, with no shuffle.
 
 Planes are int32 ``[K, E, rows / 128, columns / 128, 512]``, 2 KiB in one piece per tile:
 

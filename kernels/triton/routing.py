@@ -2,45 +2,14 @@
 """From routed tokens to the blocks that the matrix kernel takes, and back.
 
 A pair is a (token, slot), numbered ``token * top_k + slot``; one with expert -1 is padding. Pairs are
-sorted by (expert, k) into blocks of BM, so that a program of the matrix kernel reads one expert at one k.
-Nothing here depends on the order in which programs run.
+sorted by (expert, k) into blocks of BM, so that a program of the matrix kernel reads one expert at one
+k. Nothing here depends on the order in which programs run.
 """
 
 import triton
 import triton.language as tl
 
-from .fragments import column_factor, round16
-
-
-@triton.jit
-def prepare_row(
-    x, out, sums, row, part, columns, padded, stride, SCALED: tl.constexpr, SUMS: tl.constexpr,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, BF16: tl.constexpr,
-):  # fmt: skip
-    """Part ``part`` of CHUNK columns of one row of ``x``: padded, scaled per column, summed per group."""
-    column = part * CHUNK + tl.arange(0, CHUNK)
-    values = tl.load(x + row * stride + column, mask=column < columns, other=0.0).to(tl.float32)
-    if SUMS:
-        total = tl.sum(tl.reshape(values, (CHUNK // GROUP, GROUP)), 1)
-        group = part * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
-        groups = padded // GROUP
-        tl.store(sums + row * groups + group, total, mask=group < groups)
-    if SCALED:
-        values *= column_factor(column, BF16)
-    tl.store(out + row * padded + column, round16(values, BF16), mask=column < padded)
-
-
-@triton.jit
-def prepare_activations(
-    x, out, sums, parts, columns, padded, stride, SCALED: tl.constexpr, SUMS: tl.constexpr,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, BF16: tl.constexpr,
-):  # fmt: skip
-    """Program ``row * parts + part``; see :func:`prepare_row`."""
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
-    prepare_row(
-        x, out, sums, row, part, columns, padded, stride, SCALED, SUMS, GROUP, CHUNK, BF16
-    )
+from .fragments import round16
 
 
 @triton.jit

@@ -14,13 +14,11 @@ import triton
 _NVIDIA_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 # By the pipe that executes them; control, memory and uniform instructions are neither.
-_SASS_INTEGER = frozenset(
-    "LOP LOP3 SHF IADD IADD3 PRMT ISETP SEL LEA IABS IMNMX VIMNMX VIADD VIADDMNMX PLOP3 BMSK SGXT FSEL "
-    "FMNMX FSETP MOV P2R R2P POPC FLO VABSDIFF HSET2 HSETP2".split()
+_SASS_INTEGER = re.compile(
+    r"(P?LOP3?|SHF|V?IADD3?|VIADDMNMX|PRMT|[IF]SETP|F?SEL|LEA|IABS|V?IMNMX|FMNMX|BMSK|SGXT|MOV|P2R|R2P"
+    r"|POPC|FLO|VABSDIFF|HSETP?2)"
 )
-_SASS_FMA = frozenset(
-    "FFMA FADD FMUL HFMA2 HADD2 HMUL2 IMAD FFMA2 FADD2 FMUL2".split()
-)
+_SASS_FMA = re.compile(r"(FFMA2?|FADD2?|FMUL2?|HFMA2|HADD2|HMUL2|IMAD)")
 _SASS_MMA = re.compile(r"(HMMA|HGMMA|UTCHMMA|IMMA|IGMMA|QGMMA|UTC\w*MMA)\b")
 _GCN_FMA = re.compile(r"v_(pk_)?(fma|mul|add|sub|mac|fmac|cvt)\w*_(f16|bf16|f32)")
 
@@ -81,7 +79,7 @@ def of_cubin(cubin: bytes) -> Listing:
         sass, re.compile(r"\s*/\*[0-9a-f]+\*/\s+(.*?);"), re.compile(r"\s*(\.L_x_\w+):")
     )
     opcodes = [_sass_opcode(line) for line in code]
-    jumps = {i: t for i, t in _jumps(code, r"\bBRA\b.*?(\.L_x_\w+)", labels)}
+    jumps = dict(_jumps(code, r"\bBRA\b.*?(\.L_x_\w+)", labels))
     loop = _hot(opcodes, jumps, _sass_loop)
     kinds = [opcode for opcode in opcodes if _SASS_MMA.match(opcode)]
     spills = sum(opcode.startswith(("LDL", "STL")) for opcode in opcodes)
@@ -94,16 +92,14 @@ def of_amdgcn(assembly: str) -> Listing:
         assembly, re.compile(r"\s+([a-z]\w*.*)"), re.compile(r"(\.LBB\w+):")
     )
     opcodes = [line.split()[0] for line in code]
-    jumps = {i: t for i, t in _jumps(code, r"\bs_c?branch\w*\s+(\.LBB\w+)", labels)}
+    jumps = dict(_jumps(code, r"\bs_c?branch\w*\s+(\.LBB\w+)", labels))
     loop = _hot(opcodes, jumps, _gcn_loop)
     kinds = [opcode for opcode in opcodes if "mfma" in opcode]
     numbers = {
         name: int(value)
         for name, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s*(\d+)", assembly)
     }
-    return Listing(
-        numbers["vgpr_count"], numbers["vgpr_spill_count"], _commonest(kinds), loop
-    )
+    return Listing(numbers["vgpr_count"], numbers["vgpr_spill_count"], _commonest(kinds), loop)
 
 
 def _output(tool: str, *arguments: str) -> str:
@@ -160,8 +156,8 @@ def _sass_loop(opcodes: Counter[str]) -> Loop:
         by_base[opcode.split(".")[0]] += n
     return Loop(
         opcodes,
-        integer=sum(by_base[base] for base in _SASS_INTEGER),
-        fma=sum(by_base[base] for base in _SASS_FMA),
+        integer=sum(n for base, n in by_base.items() if _SASS_INTEGER.fullmatch(base)),
+        fma=sum(n for base, n in by_base.items() if _SASS_FMA.fullmatch(base)),
         mma=sum(n for base, n in by_base.items() if _SASS_MMA.match(base)),
     )
 

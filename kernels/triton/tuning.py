@@ -5,15 +5,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 import triton
-from torch import Tensor
 
 from ..planes import GEOMETRIC
 from .layout import PackedLayer
 
 Mode = Literal["sep", "deq", "shared"]
 
-# Largest block of pairs that each mode compiles to without spills.
-LARGEST_BLOCK: dict[Mode, int] = {"sep": 16, "deq": 64, "shared": 32}
+# Block sizes that each mode compiles to without spills, and warps and pipeline stages there.
+TILES: dict[Mode, dict[int, tuple[int, int]]] = {
+    "sep": {8: (4, 3), 16: (4, 3)},
+    "deq": {16: (4, 3), 32: (4, 3), 64: (8, 3), 128: (8, 3)},
+    "shared": {8: (4, 4), 16: (4, 4), 32: (4, 3)},
+}
 
 
 @dataclass(frozen=True)
@@ -23,18 +26,23 @@ class Config:
     Attributes:
         mode: ``sep`` or ``deq`` for ``per_chunk`` scales, ``shared`` for ``geometric`` ones.
         block_m: pairs per block.
-        planes: planes per step of the loop; always 4 if ``shared``.
-        stages: depth of the pipeline.
-        split: parts that the columns of w2 are split into, to fill the device at few pairs.
         warps: warps per program.
+        stages: depth of the software pipeline.
+        planes: planes per step of the loop; always 4 if ``shared``.
+        split: parts that the columns of w2 are split into, to fill the device at few pairs.
     """
 
     mode: Mode
     block_m: int
+    warps: int
+    stages: int
     planes: int = 4
-    stages: int = 3
     split: int = 1
-    warps: int = 4
+
+    @classmethod
+    def of_tile(cls, mode: Mode, block_m: int, split: int = 1) -> "Config":
+        """With the warps and stages that the tile is known to compile well with."""
+        return cls(mode, block_m, *TILES[mode][block_m], split=split)
 
     @property
     def needs_sums(self) -> bool:
@@ -47,11 +55,11 @@ class Config:
         return self.mode != "shared"
 
 
-def choose(layer: PackedLayer, tokens: int, top_k: int, x: Tensor) -> Config:
+def choose(layer: PackedLayer, tokens: int, top_k: int) -> Config:
     """The configuration for ``tokens`` tokens routed to ``top_k`` experts each."""
     per_expert = triton.next_power_of_2(max(tokens * top_k // layer.num_experts, 1))
     if layer.scale_layout == GEOMETRIC:
         mode: Mode = "shared"
     else:
-        mode = "sep" if per_expert <= LARGEST_BLOCK["sep"] else "deq"
-    return Config(mode, block_m=min(max(per_expert, 8), LARGEST_BLOCK[mode]))
+        mode = "sep" if per_expert <= max(TILES["sep"]) else "deq"
+    return Config.of_tile(mode, min(max(per_expert, min(TILES[mode])), max(TILES[mode])))
