@@ -62,12 +62,12 @@ def threshold_of(key, spare):
     best = 0
     for i in tl.static_range(16):
         # two bits a round: the counts of the candidates do not wait for each other
-        low: tl.constexpr = 30 - 2 * i
         base = best
-        for q in tl.static_range(1, 2 if low == 30 else 4):
-            candidate = base | (q << low)
-            enough = tl.sum(tl.sum((key >= candidate).to(tl.int32), 1), 0) >= spare
-            best = tl.where(enough, candidate, best)
+        for q in tl.static_range(1, 4):
+            if i > 0 or q == 1:  # bit 31 is the sign
+                candidate = base | (q << (30 - 2 * i))
+                enough = tl.sum(tl.sum((key >= candidate).to(tl.int32), 1), 0) >= spare
+                best = tl.where(enough, candidate, best)
     return best
 
 

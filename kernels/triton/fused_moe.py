@@ -59,13 +59,13 @@ def fused_moe(
     _check(x, layer, topk_weights, topk_ids, chunks)
     if not len(x):
         return torch.empty_like(x)
-    config = config or choose(layer, *topk_ids.shape)
+    config = config or choose(layer, *topk_ids.shape, x.dtype)
     ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-    rows, counts = prepare(x, layer, weights, ids, chunks, config, hints)
+    rows, counts, numbers = prepare(x, layer, weights, ids, chunks, config, hints)
     if len(x) <= DIRECT_TOKENS:
         blocks = Blocks.of_single_pairs(ids, counts)
     else:
-        blocks = Blocks.of_sorted_pairs(ids, counts, layer.num_experts, config.block_m)
+        blocks = Blocks.of_sorted_pairs(ids, counts, numbers, layer.num_experts, config.block_m)
     hidden = gate_up(layer.w13, rows, blocks, ids, config)
     partial = down(layer.w2, hidden, blocks, weights, config)
     return combine(partial, ids, x.dtype)
@@ -115,7 +115,10 @@ class Blocks:
         return cls(ids, ids, chunks, ids, ids.numel(), direct=True, per_expert=per_expert)
 
     @classmethod
-    def of_sorted_pairs(cls, ids: Tensor, chunks: Tensor, experts: int, block_m: int) -> "Blocks":
+    def of_sorted_pairs(
+        cls, ids: Tensor, chunks: Tensor, numbers: Tensor | None, experts: int, block_m: int
+    ) -> "Blocks":
+        """``numbers``: pairs of each expert, int32 [E], if they are known."""
         tiers = 1 if chunks.dim() == 1 else NUM_TIERS
         pairs, buckets = ids.numel(), experts * tiers
         most = (pairs + (block_m - 1) * min(pairs, buckets)) // block_m
@@ -123,16 +126,17 @@ class Blocks:
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.int32, device=ids.device)
 
-        counts, sorted_pairs, used = new(experts, tiers), new(most, block_m), new(1)
-        expert, k = new(most), new(most)
-        routing.count_pairs[(experts,)](
-            *(ids, chunks, counts, pairs),
-            TIERS=tiers,
-            TIERS_PADDED=triton.next_power_of_2(tiers),
-            CHUNK=_CHUNK if tiers == 1 else _CHUNK // 4,
-        )
+        sorted_pairs, used, expert, k = new(most, block_m), new(1), new(most), new(most)
+        if numbers is None:
+            numbers = new(experts, tiers)
+            routing.count_pairs[(experts,)](
+                *(ids, chunks, numbers, pairs),
+                TIERS=tiers,
+                TIERS_PADDED=triton.next_power_of_2(tiers),
+                CHUNK=_CHUNK if tiers == 1 else _CHUNK // 4,
+            )
         routing.sort_pairs[(experts,)](
-            *(ids, chunks, counts, sorted_pairs, expert, k, used, pairs, experts),
+            *(ids, chunks, numbers, sorted_pairs, expert, k, used, pairs, experts),
             TIERS=tiers,
             BM=block_m,
             BUCKETS=triton.next_power_of_2(buckets),
@@ -149,8 +153,9 @@ def prepare(
     chunks: Tensor | Budget,
     config: Config,
     hints: Hints,
-) -> tuple[Rows, Tensor]:
-    """Activations padded, scaled and summed for w13; and k, [E] or [T, K]."""
+) -> tuple[Rows, Tensor, Tensor | None]:
+    """Activations padded, scaled and summed for w13; k, [E] or [T, K]; and the number of pairs of
+    each expert, int32 [E], where it was counted on the way."""
     shape, (tokens, top_k) = layer.w13.shape, ids.shape
     padded = shape.column_tiles * TILE
     values = torch.empty(tokens, padded, dtype=x.dtype, device=x.device)
@@ -171,8 +176,8 @@ def prepare(
     )
     rows = Rows(values, sums, parts_per_group=1, pairs_per_row=top_k)
     if isinstance(chunks, Budget) and work.energies:
-        return rows, from_energies(*work.energies, chunks, hints)
-    return rows, work.counts
+        return rows, from_energies(*work.energies, chunks, hints), work.energies[1]
+    return rows, work.counts, None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ Rows of w13 are padded so that a tile holds 64 gate rows (a = 0) and the 64 up r
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -257,6 +258,16 @@ class PackedLayer:
         self.num_chunks = len(w13.planes)
         self.group_size = up.group_size
         self.scale_layout = up.scale_layout
+
+    @cached_property
+    def largest_weight(self) -> float:
+        """An upper bound of the size of a weight, gain not applied. Waits for the device once."""
+        bounds = []
+        for matrix in (self.w13, self.w2):
+            tiers = 1 if self.scale_layout == PER_CHUNK else 2
+            scales = matrix.scales.float().abs().sum(0) * tiers
+            bounds.append((matrix.offset.float().abs() + scales).max())
+        return float(torch.stack(bounds).max())
 
     @classmethod
     def of_stacks(

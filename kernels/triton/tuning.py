@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import triton
 
 from ..planes import GEOMETRIC
@@ -55,11 +56,17 @@ class Config:
         return self.mode != "shared"
 
 
-def choose(layer: PackedLayer, tokens: int, top_k: int) -> Config:
+def choose(layer: PackedLayer, tokens: int, top_k: int, dtype: torch.dtype) -> Config:
     """The configuration for ``tokens`` tokens routed to ``top_k`` experts each."""
     per_expert = triton.next_power_of_2(max(tokens * top_k // layer.num_experts, 1))
+    mode: Mode = "sep"
     if layer.scale_layout == GEOMETRIC:
-        mode: Mode = "shared"
-    else:
-        mode = "sep" if per_expert <= max(TILES["sep"]) else "deq"
+        mode = "shared"
+    elif per_expert > max(TILES["sep"]) and fits_deq(layer, dtype):
+        mode = "deq"
     return Config.of_tile(mode, min(max(per_expert, min(TILES[mode])), max(TILES[mode])))
+
+
+def fits_deq(layer: PackedLayer, dtype: torch.dtype) -> bool:
+    """Whether mode ``deq`` can hold the layer's weights: times 2**16, they must be fp16 numbers."""
+    return dtype == torch.bfloat16 or layer.largest_weight * 2**16 < torch.finfo(dtype).max
