@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models, texts and encoded checkpoints shared by all tests; each is made once per session."""
 
+import interpret_triton  # noqa: F401
+
+# isort: split
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_dpa.checkpoint import Residuals
 from vllm_dpa.kernels.budget import Budget
-from vllm_dpa.kernels.planes import MIN_CHUNKS
+from vllm_dpa.kernels.hull import lower_convex_hull
 from vllm_dpa.settings import Mode, Scope
 
 
@@ -60,31 +60,6 @@ class LayerCost:
         """The nominal table 4^-k for every expert: each further bit quarters a rounding error."""
         nominal = 4.0 ** -torch.arange(max_chunks + 1, dtype=torch.float32)
         return cls(nominal.expand(num_experts, -1).contiguous(), nominal)
-
-
-def lower_convex_hull(residual: Tensor) -> Tensor:
-    """Greatest convex, non-increasing minorant of R over k = 2..K, per expert.
-
-    A table that rises or bulges in k is measurement noise; on its hull the marginal gains of
-    successive chunks never grow, so that greedy selection by gain is exact.
-
-    Args:
-        residual: fp32 [E, K + 1], index k; entries below k = 2 are not used and kept.
-
-    Returns:
-        fp32 [E, K + 1].
-    """
-    out = residual.clone()
-    table = residual[:, MIN_CHUNKS:].double().cummin(dim=1).values
-    tiers = torch.arange(table.shape[1], dtype=torch.float64)
-    hull = table.clone()
-    for i in range(len(tiers)):
-        for j in range(i + 2, len(tiers)):
-            share = (tiers[i + 1 : j] - tiers[i]) / (tiers[j] - tiers[i])
-            chord = table[:, i, None] * (1 - share) + table[:, j, None] * share
-            hull[:, i + 1 : j] = torch.minimum(hull[:, i + 1 : j], chord)
-    out[:, MIN_CHUNKS:] = hull.float()
-    return out
 
 
 def budget_of(cost: LayerCost, k_bar: Tensor, mode: Mode, scope: Scope) -> Budget:
