@@ -131,8 +131,8 @@ def single_bits(words, s: tl.constexpr, S: tl.constexpr, BF16: tl.constexpr):
         else:
             turned = rotate(words, (s // 2) * 8 if s % 2 == 0 else 28 - 24 * (s // 2))
             turned = turned[:, :, :, :, :, None, None]
-        WIDTH: tl.constexpr = 4
-        FIRST: tl.constexpr = 0
+        WIDTH: tl.constexpr = 4  # type: ignore[no-redef]
+        FIRST: tl.constexpr = 0  # type: ignore[no-redef]
     mask = (0x00800080 << (FIRST + tl.arange(0, WIDTH))).to(tl.uint32)
     bits = turned & mask[None, None, None, None, None, None, :]
     return tl.reshape(bits, (4, 8, 4, 2, 2, 16 // S))

@@ -59,7 +59,8 @@ def fused_moe(
     _check(x, layer, topk_weights, topk_ids, chunks)
     if not len(x):
         return torch.empty_like(x)
-    config = config or choose(layer, *topk_ids.shape, x.dtype)
+    tokens, top_k = topk_ids.shape
+    config = config or choose(layer, tokens, top_k, x.dtype)
     ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     rows, counts, numbers = prepare(x, layer, weights, ids, chunks, config, hints)
     if len(x) <= DIRECT_TOKENS:
