@@ -17,8 +17,8 @@
 #include "kernels.h"
 
 // The same source for wider vectors, chosen when the library is loaded. Plain loops without contraction: the
-// result does not depend on the choice.
-#if defined(VLLM_DPA_X86) && defined(__gnu_linux__) && defined(__GNUC__)
+// result does not depend on the choice. Not under the address sanitizer: the choice is made before it is ready.
+#if defined(VLLM_DPA_X86) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__SANITIZE_ADDRESS__)
 #define VLLM_DPA_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define VLLM_DPA_CLONES
